@@ -1,0 +1,34 @@
+# Every target makes .venv first if it is missing. Needs git, make and Python 3.11.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+export PATH := $(CURDIR)/.venv/bin:$(PATH)
+export PYTHONWARNINGS := ignore::DeprecationWarning,ignore::SyntaxWarning
+
+.PHONY: repro test lab bench lint lock
+
+repro: .venv/.done  ## reproduce every table and figure at the scale of params.yaml
+	dvc repro
+	python -m pipelines.index --times
+
+test: .venv/.done   ## lint, pytest, and every notebook at smoke scale
+	ruff check . && ruff format --check .
+	python -m pytest
+	python -m pytest --nbval-lax notebooks -p no:cacheprovider
+
+lab: .venv/.done    ## explore in JupyterLab
+	jupyter lab notebooks
+
+bench: .venv/.done  ## ratios against bare PyTorch, side by side
+	python -m pipelines.bench
+
+lint: .venv/.done   ## format code and clean notebooks
+	ruff check --fix . && ruff format .
+	python -m pipelines.clean
+
+lock: .venv/.done   ## renew constraints.txt from what is installed
+	pip freeze --exclude-editable | sed 's/+cpu//' > constraints.txt
+
+.venv/.done: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; v = sys.version_info[:2]; v == (3, 11) or sys.exit("lowcomm needs Python 3.11, found %d.%d; set PYTHON=" % v)'
+	test -d .venv || $(PYTHON) -m venv .venv
+	.venv/bin/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@

@@ -1,0 +1,1 @@
+"""Low-communication training of language models: the algorithms of four papers, composable."""

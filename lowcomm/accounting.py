@@ -1,0 +1,125 @@
+"""Parameters, FLOPs, memory and bytes in closed form; tests hold each against the real thing.
+
+A multiply-add counts as two FLOPs. Counted: every matrix product, attention at its full
+(dense, not causal) size. Not counted: norms, activations, softmax, rotary positions, the
+embedding lookup, the optimizer. This is what `torch.utils.flop_counter.FlopCounterMode` counts.
+
+Legend: B sequences, T tokens, D width, F feed-forward width, V vocabulary, L layers,
+N heads, K key/value heads, H head width, P parameters, R replicas.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+from lowcomm.model import ModelConfig
+
+
+@dataclass(frozen=True)
+class ParameterCount:
+    """Parameters by part of the model."""
+
+    embedding: int
+    attention: int
+    mlp: int
+    norms: int
+    head: int  # 0 when tied
+
+    @property
+    def total(self) -> int:
+        return self.embedding + self.attention + self.mlp + self.norms + self.head
+
+    @property
+    def non_embedding(self) -> int:
+        return self.attention + self.mlp + self.norms
+
+
+def parameters(c: ModelConfig) -> ParameterCount:
+    """Parameter count of a decoder."""
+    q, kv = c.heads * c.width_of_head, c.key_value_heads * c.width_of_head
+    norm_terms = 1 if c.norm == "rms" else 2  # gain, and bias for LayerNorm
+    qk_norms = 2 * c.width_of_head if c.qk_norm else 0
+    return ParameterCount(
+        embedding=c.vocab_size * c.dim,
+        attention=c.layers * (2 * c.dim * q + 2 * c.dim * kv),
+        mlp=c.layers * c.dim * c.ffn_dim * (3 if c.mlp == "gated" else 2),
+        norms=norm_terms * (c.layers * (2 * c.dim + qk_norms) + c.dim),
+        head=0 if c.tied else c.vocab_size * c.dim,
+    )
+
+
+def forward_flops(c: ModelConfig, sequences: int, tokens: int) -> int:
+    """FLOPs of one forward pass over `sequences` sequences of `tokens` tokens.
+
+    Per layer 2BTD(2NH + 2KH) projections + 4BT^2 NH attention + 2BTDF per MLP matrix; 2BTDV logits.
+    """
+    q, kv = c.heads * c.width_of_head, c.key_value_heads * c.width_of_head
+    bt = sequences * tokens
+    projections = 2 * bt * c.dim * (2 * q + 2 * kv)
+    attention = 4 * bt * tokens * q
+    mlp = 2 * bt * c.dim * c.ffn_dim * (3 if c.mlp == "gated" else 2)
+    return c.layers * (projections + attention + mlp) + 2 * bt * c.dim * c.vocab_size
+
+
+def training_flops(c: ModelConfig, sequences: int, tokens: int) -> int:
+    """FLOPs of a forward and a backward pass: each product has two gradients, so 3 x forward."""
+    return 3 * forward_flops(c, sequences, tokens)
+
+
+def shares(numel: int, ranks: int) -> list[tuple[int, int]]:
+    """[begin, end) of each rank's share of `numel` values; contiguous, sizes differ by at most one."""
+    bounds = [numel * r // ranks for r in range(ranks + 1)]
+    return list(pairwise(bounds))
+
+
+def mean_bytes(numel: int, itemsize: int, ranks: int, rank: int = 0) -> int:
+    """Bytes that `rank` sends in one mean of `numel` values: every other share, then its own to all.
+
+    numel + (ranks - 2) * share values, so 2 (R-1)/R of the payload when R divides it: the bytes of a ring.
+    """
+    if ranks == 1:
+        return 0
+    begin, end = shares(numel, ranks)[rank]
+    return (numel + (ranks - 2) * (end - begin)) * itemsize
+
+
+def gather_bytes(numel: int, itemsize: int, ranks: int) -> int:
+    """Bytes that a rank sends when each hands its `numel` values to every other."""
+    return (ranks - 1) * numel * itemsize
+
+
+def rounds(steps: int, sync_every_steps: int) -> int:
+    """Exchanges in a run of `steps`: one every H steps, and one for an unfinished last round."""
+    return -(-steps // sync_every_steps)
+
+
+def ring_seconds(payload_bytes: float, ranks: int, bits_per_second: float, latency_s: float = 0.0) -> float:
+    """Seconds of a mean over a link: 2 (R-1)/R * 8 S / B, and two latencies (one a phase)."""
+    if ranks == 1:
+        return 0.0
+    return 2 * (ranks - 1) / ranks * 8 * payload_bytes / bits_per_second + 2 * latency_s
+
+
+@dataclass(frozen=True)
+class MemoryCount:
+    """Bytes of tensors that live through a step, activations apart."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    outer: int  # the copy last agreed and the outer momentum
+    outer_on_cpu: int  # the part of `outer` kept off the accelerator
+
+    @property
+    def on_device(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.outer - self.outer_on_cpu
+
+
+def memory(numel: int, *, inner: str, outer_buffers: int, offload: bool) -> MemoryCount:
+    """Memory of one replica in fp32: `numel` parameters, 0, 1 or 2 outer buffers of the same size.
+
+    AdamW keeps two moments a parameter, SGD none (its step counters are not counted).
+    """
+    outer = 4 * numel * outer_buffers
+    return MemoryCount(4 * numel, 4 * numel, 8 * numel if inner == "adamw" else 0, outer, outer if offload else 0)

@@ -1,0 +1,487 @@
+"""World: one rank's view of all ranks, and every verb they speak.
+
+Training code is the same on every rank and is handed a World. Ranks form a grid
+`arange(ranks).view(stages, replicas)`; a verb names an axis of it ("replica", "stage" or
+"world"), its purpose, and bills the bytes it sends. Each verb has an asynchronous form: the axis'
+own thread carries it out in order while the caller computes.
+
+    mean, sum        every rank gets the reduction; the bytes of a ring, in rank order
+    reduce_scatter   each rank gets the sum of its share
+    exchange         each member of a group gives its tensor to every other
+    send, recv       one tensor, one way
+    broadcast        one rank's tensor to all
+    barrier          nobody goes on before everybody has come
+
+A reduction is computed in rank order, each rank summing its own share of the values (exchange
+shares, sum, share the sums), so both transports add in the same order and runs agree bit for bit.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lowcomm.accounting import mean_bytes, shares
+from lowcomm.config import CommConfig, ConfigError
+from lowcomm.transport import CommError, Header, ProcessTransport, ThreadHub, ThreadTransport, Transport
+from lowcomm.wire import Ledger, Link, RealClock, Span, Trace, VirtualClock
+
+Axis = Literal["replica", "stage", "world"]
+_CHANNEL = {"replica": 0, "stage": 1, "world": 2}
+_SUMMED = (torch.float32, torch.float64, torch.int32, torch.int64)
+
+
+class Handle:
+    """A verb under way."""
+
+    def __init__(self, world: World, future: Future, op: _Op | None):
+        self._world, self._future, self._op = world, future, op
+
+    def wait(self) -> Any:
+        """The verb's result. Raises CommError if it failed."""
+        clock = self._world.clock
+        entered = clock.now()
+        value = self._future.result()
+        if self._op is not None:
+            clock.settle(entered, self._op.finished)
+            self._op.record(entered, clock.now())
+            self._op = None
+        return value
+
+
+class _Op:
+    """One verb on its way: names, clock and bill of its messages."""
+
+    def __init__(self, axis: _AxisState, verb: str, purpose: str, agreed: str):
+        self.axis, self.verb, self.purpose = axis, verb, purpose
+        self.world = axis.world
+        self.step = self.world.step
+        self.name = f"{verb} of {agreed} for {purpose!r}"
+        self.submitted = self.finished = self.world.clock.now()
+        self.nbytes = 0
+
+    def _now(self) -> float:
+        clock = self.world.clock
+        return self.finished if clock.is_virtual else clock.now()
+
+    def swap(
+        self, out: Sequence[tuple[int, Tensor]], into: Sequence[tuple[int, Tensor | None]], *, buffered: bool = False
+    ) -> list[Tensor]:
+        """Send and take along the axis (indices on it); a None buffer is made as the header says."""
+        axis, link, ranks = self.axis, self.axis.link, self.axis.ranks
+        outgoing, taken = [], []
+        for dst, x in out:
+            begin = max(self._now(), axis.egress_free)
+            nbytes = x.numel() * x.element_size()
+            axis.egress_free = begin + link.seconds(nbytes)
+            self.world.ledger.bill(axis.name, self.purpose, self.step, nbytes)
+            self.nbytes += nbytes
+            outgoing.append((ranks[dst], Header(self.name, tuple(x.shape), str(x.dtype), begin), x))
+
+        def accept(src: int, buffer: Tensor | None) -> Callable[[Header], Tensor]:
+            def check(header: Header) -> Tensor:
+                if header.op != self.name:
+                    raise CommError(f"rank {ranks[src]} is in {header.op}")
+                dtype = getattr(torch, header.dtype.removeprefix("torch."))
+                x = torch.empty(header.shape, dtype=dtype, device=axis.device) if buffer is None else buffer
+                if tuple(x.shape) != header.shape or x.dtype != dtype:
+                    raise CommError(
+                        f"rank {ranks[src]} sent {header.dtype}{list(header.shape)}, expected {x.dtype}{list(x.shape)}"
+                    )
+                nbytes = x.numel() * x.element_size()
+                begin = max(header.begin + link.latency_s, axis.ingress_free)
+                axis.ingress_free = begin + link.seconds(nbytes)
+                self.finished = max(self.finished, axis.ingress_free)
+                taken.append(x)
+                return x
+
+            return check
+
+        self.world.transport.swap(
+            _CHANNEL[axis.name], outgoing, [(ranks[src], accept(src, x)) for src, x in into], buffered=buffered
+        )
+        self.world.clock.sleep_until(self.finished)
+        return taken
+
+    def record(self, entered: float, left: float) -> None:
+        if self.world.trace is not None:
+            self.world.trace.spans.append(
+                Span(
+                    self.world.rank,
+                    self.axis.name,
+                    self.verb,
+                    self.purpose,
+                    self.step,
+                    self.nbytes,
+                    self.submitted,
+                    self.finished,
+                    entered,
+                    left,
+                )
+            )
+
+
+class _AxisState:
+    """This rank's line of the grid along one axis, its wire, and the thread that works on it."""
+
+    def __init__(self, world: World, name: Axis, ranks: list[int], link: Link):
+        self.world, self.name, self.ranks, self.link = world, name, ranks, link
+        self.index, self.size = ranks.index(world.rank), len(ranks)
+        self.device = world.device
+        self.egress_free = self.ingress_free = float("-inf")
+        self.free_at = float("-inf")
+        self.group = None  # process group, for native reductions only
+        self._count = 0
+        self._scratch: dict[torch.dtype, Tensor] = {}
+        self._tasks: queue.SimpleQueue = queue.SimpleQueue()
+        if self.size > 1:
+            threading.Thread(target=self._work, name=f"{name}-wire-{world.rank}", daemon=True).start()
+
+    def _work(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        while (task := self._tasks.get()) is not None:
+            task()
+
+    def submit(
+        self, verb: str, purpose: str, agreed: str, body: Callable[[_Op], Any], *, everyone: bool = True
+    ) -> Handle:
+        """Queue `body`; `agreed` is what all who take part must say alike.
+
+        What the whole axis does is numbered, so that ranks out of step find out; what some members
+        do among themselves is matched by the order between each pair.
+        """
+        if everyone:
+            verb = f"{verb} #{self._count}"
+            self._count += 1
+        op = _Op(self, verb, purpose, agreed)
+        future: Future = Future()
+
+        def task() -> None:
+            op.finished = max(op.finished, self.free_at)
+            try:
+                value = body(op)
+                if not self.world.clock.is_virtual:
+                    op.finished = self.world.clock.now()
+                self.free_at = op.finished
+            except Exception as error:  # whatever it is, the caller and the peers must hear of it
+                where = f"rank {self.world.rank} ({self.name} {self.index} of {self.size}), step {op.step}, {op.name}"
+                lost = CommError(f"{where}: {error}")
+                self.world.transport.abort(str(lost))
+                future.set_exception(lost)
+            else:
+                future.set_result(value)
+
+        self._tasks.put(task)
+        return Handle(self.world, future, op)
+
+    def scratch(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A buffer that the axis keeps, so that a large reduction does not fault its pages in anew."""
+        have = self._scratch.get(dtype)
+        if have is None or have.numel() < numel:
+            have = self._scratch[dtype] = torch.empty(numel, dtype=dtype, device=self.device)
+        return have[:numel]
+
+    def stop(self) -> None:
+        self._tasks.put(None)
+
+
+class World:
+    """The ranks, seen from one of them.
+
+    Args:
+        transport: processes or threads.
+        replicas, stages: the grid; their product must be the number of ranks.
+        comm: links, clock, reduction, trace.
+        device: where payloads live.
+
+    Attributes: `rank`, `replica`, `stage` (this rank's place), `replicas`, `stages`, `step` (set by
+    the trainer; the ledger bills to it), `ledger`, `clock`, `trace`, `transport`.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        *,
+        replicas: int,
+        stages: int = 1,
+        comm: CommConfig | None = None,
+        device: torch.device | str = "cpu",
+    ):
+        comm = comm or CommConfig()
+        if replicas * stages != transport.size:
+            raise ConfigError(
+                f"{transport.size} ranks cannot form {replicas} replicas x {stages} stages;"
+                f" start {replicas * stages} ranks or change replicas"
+            )
+        if comm.reduction == "native" and not isinstance(transport, ProcessTransport):
+            raise ConfigError(
+                "comm.reduction = native needs processes (torchrun); threads have no backend of their own"
+            )
+        self.transport, self.rank, self.size = transport, transport.rank, transport.size
+        self.replicas, self.stages = replicas, stages
+        self.stage, self.replica = divmod(self.rank, replicas)
+        self.device = torch.device(device)
+        self.step = 0
+        self.ledger = Ledger()
+        self.clock = VirtualClock() if comm.clock == "virtual" else RealClock()
+        self.trace = Trace() if comm.trace else None
+        self.reduction = comm.reduction
+        link = Link(comm.link_mbit_per_s * 1e6, comm.link_latency_ms * 1e-3)
+        grid = torch.arange(self.size).view(stages, replicas)
+        self._axes = {
+            "replica": _AxisState(self, "replica", grid[self.stage].tolist(), link),
+            "stage": _AxisState(self, "stage", grid[:, self.replica].tolist(), link),
+            "world": _AxisState(self, "world", list(range(self.size)), Link()),  # control: no link is modelled
+        }
+        if comm.reduction == "native":
+            for row in grid.tolist():
+                group = transport.group(row)
+                if self.rank in row:
+                    self._axes["replica"].group = group
+
+    def __repr__(self) -> str:
+        return f"World(rank {self.rank} of {self.size}, replica {self.replica}, stage {self.stage})"
+
+    def axis_size(self, axis: Axis) -> int:
+        return self._axes[axis].size
+
+    def axis_index(self, axis: Axis) -> int:
+        return self._axes[axis].index
+
+    # Reductions
+
+    def sum_async(self, x: Tensor, *, purpose: str, axis: Axis = "replica") -> Handle:
+        """Replace contiguous `x` by its sum over the axis; leave `x` alone until `wait()`."""
+        state = self._axes[axis]
+        self._check_summable(x)
+        if state.size == 1:
+            return self._done(x)
+        if state.group is not None:
+            return state.submit("native sum", purpose, _like(x), lambda op: self._native_sum(op, x))
+        flat = x.view(-1)
+
+        def body(op: _Op) -> Tensor:
+            own = self._reduce_share(op, flat)
+            begin_end = shares(flat.numel(), state.size)
+            to, source = _rotation(list(range(state.size)), state.index)
+            op.swap([(i, own) for i in to], [(i, flat[slice(*begin_end[i])]) for i in source])
+            return x
+
+        return state.submit("sum", purpose, _like(x), body)
+
+    def mean_async(self, x: Tensor, *, purpose: str, axis: Axis = "replica") -> Handle:
+        """Replace contiguous floating `x` by its mean over the axis; leave `x` alone until `wait()`."""
+        handle = self.sum_async(x, purpose=purpose, axis=axis)
+        return _Then(handle, lambda total: total.div_(self._axes[axis].size))
+
+    def reduce_scatter(self, x: Tensor, *, purpose: str, axis: Axis = "replica") -> Tensor:
+        """The sum over the axis of this rank's share of flat `x` (`accounting.shares`). `x` is scratch after."""
+        state = self._axes[axis]
+        self._check_summable(x)
+        if state.size == 1:
+            return x.view(-1)
+        return state.submit("reduce_scatter", purpose, _like(x), lambda op: self._reduce_share(op, x.view(-1))).wait()
+
+    def _reduce_share(self, op: _Op, flat: Tensor) -> Tensor:
+        """Exchange shares and sum this rank's in rank order, into its place in `flat`."""
+        state = op.axis
+        begin_end = shares(flat.numel(), state.size)
+        own = flat[slice(*begin_end[state.index])]
+        to, source = _rotation(list(range(state.size)), state.index)
+        buffers = state.scratch(len(source) * own.numel(), flat.dtype).view(len(source), own.numel())
+        part_of = dict(zip(source, buffers, strict=True)) | {state.index: own}
+        op.swap([(i, flat[slice(*begin_end[i])]) for i in to], [(i, part_of[i]) for i in source])
+        parts = [part_of[i] for i in range(state.size)]
+        total = parts[0]
+        for part in parts[1:]:
+            total = total.add_(part)
+        return own if total is own else own.copy_(total)
+
+    def _native_sum(self, op: _Op, x: Tensor) -> Tensor:
+        state = op.axis
+        nbytes = mean_bytes(x.numel(), x.element_size(), state.size, state.index)  # nominal: a ring's
+        self.ledger.bill(state.name, op.purpose, op.step, nbytes)
+        op.nbytes = nbytes
+        self.transport.all_reduce(x, state.group)
+        return x
+
+    # Moving tensors
+
+    def exchange_async(
+        self, x: Tensor, *, purpose: str, axis: Axis = "replica", group: Sequence[int] | None = None
+    ) -> Handle:
+        """Give contiguous `x` to every member of `group` (indices on the axis; default all) and take theirs.
+
+        The result is a list in group order; shapes may differ between members, dtypes may not.
+        """
+        state = self._axes[axis]
+        members = list(range(state.size)) if group is None else list(group)
+        if state.index not in members or len(set(members)) != len(members):
+            raise ValueError(f"group {members} must name each member once and hold this rank's index {state.index}")
+        if len(members) == 1:
+            return self._done([x])
+        to, source = _rotation(members, state.index)
+
+        def body(op: _Op) -> list[Tensor]:
+            taken = op.swap([(i, x) for i in to], [(i, None) for i in source])
+            part_of = dict(zip(source, taken, strict=True)) | {state.index: x}
+            return [part_of[i] for i in members]
+
+        everyone = len(members) == state.size
+        return state.submit("exchange", purpose, f"{x.dtype} among {members}", body, everyone=everyone)
+
+    def send_async(self, x: Tensor, to: int, *, purpose: str, axis: Axis = "stage") -> Handle:
+        """Send contiguous `x` to index `to`; the tensor may change as soon as `wait()` returns."""
+        return self._axes[axis].submit(
+            "message", purpose, "a tensor", lambda op: op.swap([(to, x)], [], buffered=True) and None, everyone=False
+        )
+
+    def recv_async(self, source: int, *, purpose: str, axis: Axis = "stage", like: Tensor | None = None) -> Handle:
+        """Take the next tensor from index `source`, into `like` where given (shape and dtype are checked)."""
+        return self._axes[axis].submit(
+            "message", purpose, "a tensor", lambda op: op.swap([], [(source, like)])[0], everyone=False
+        )
+
+    def broadcast(self, x: Tensor, *, purpose: str, axis: Axis = "replica", root: int = 0) -> Tensor:
+        """Overwrite contiguous `x` with the root's, sent straight to each; meant for small tensors."""
+        state = self._axes[axis]
+        if state.size == 1:
+            return x
+        others = [i for i in range(state.size) if i != root]
+
+        def body(op: _Op) -> Tensor:
+            if state.index == root:
+                op.swap([(i, x) for i in others], [])
+            else:
+                op.swap([], [(root, x)])
+            return x
+
+        return state.submit("broadcast", purpose, f"{_like(x)} from {root}", body).wait()
+
+    def barrier(self, *, axis: Axis = "world") -> None:
+        """Return once every rank of the axis has called it."""
+        self.exchange(torch.empty(0, dtype=torch.uint8, device=self.device), purpose="barrier", axis=axis)
+
+    # Synchronous forms
+
+    def sum(self, x: Tensor, *, purpose: str, axis: Axis = "replica") -> Tensor:
+        """`sum_async`, waited for."""
+        return self.sum_async(x, purpose=purpose, axis=axis).wait()
+
+    def mean(self, x: Tensor, *, purpose: str, axis: Axis = "replica") -> Tensor:
+        """`mean_async`, waited for."""
+        return self.mean_async(x, purpose=purpose, axis=axis).wait()
+
+    def exchange(
+        self, x: Tensor, *, purpose: str, axis: Axis = "replica", group: Sequence[int] | None = None
+    ) -> list[Tensor]:
+        """`exchange_async`, waited for."""
+        return self.exchange_async(x, purpose=purpose, axis=axis, group=group).wait()
+
+    def send(self, x: Tensor, to: int, *, purpose: str, axis: Axis = "stage") -> None:
+        """`send_async`, waited for: returns when `x` is handed over, not when it has arrived."""
+        self.send_async(x, to, purpose=purpose, axis=axis).wait()
+
+    def recv(self, source: int, *, purpose: str, axis: Axis = "stage", like: Tensor | None = None) -> Tensor:
+        """`recv_async`, waited for."""
+        return self.recv_async(source, purpose=purpose, axis=axis, like=like).wait()
+
+    def close(self) -> None:
+        """Finish what is under way and let go of the transport."""
+        if self.size > 1:
+            self.barrier()
+        for axis in self._axes.values():
+            axis.stop()
+        self.transport.close()
+
+    def _check_summable(self, x: Tensor) -> None:
+        if x.dtype not in _SUMMED:
+            raise TypeError(f"{x.dtype} loses bits when summed; convert to float32 or use a codec")
+        if not x.is_contiguous():
+            raise ValueError(f"reductions work in place on contiguous tensors, got strides {x.stride()}")
+
+    def _done(self, value: Any) -> Handle:
+        future: Future = Future()
+        future.set_result(value)
+        return Handle(self, future, None)
+
+
+class _Then(Handle):
+    """A handle whose result goes through one more local step."""
+
+    def __init__(self, handle: Handle, after: Callable[[Any], Any]):
+        self._handle, self._after = handle, after
+
+    def wait(self) -> Any:
+        return self._after(self._handle.wait())
+
+
+def _rotation(members: list[int], index: int) -> tuple[list[int], list[int]]:
+    """Whom to send to and take from, in order: next neighbour first, so that no wire is wanted twice at once."""
+    at, n = members.index(index), len(members)
+    return [members[(at + k) % n] for k in range(1, n)], [members[(at - k) % n] for k in range(1, n)]
+
+
+def _like(x: Tensor) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
+
+
+def run_threads(
+    work: Callable[[World], Any], *, replicas: int, stages: int = 1, comm: CommConfig | None = None
+) -> list[Any]:
+    """Run `work(world)` on replicas x stages ranks, each a thread of this process; results in rank order.
+
+    If a rank fails, the others are woken with its reason, and its own error is raised here.
+    """
+    comm = comm or CommConfig()
+    ranks = replicas * stages
+    hub = ThreadHub(ranks, comm.timeout_s)
+    results: list[Any] = [None] * ranks
+    errors: list[BaseException | None] = [None] * ranks
+    order: list[int] = []
+
+    def body(rank: int) -> None:
+        try:
+            world = World(ThreadTransport(hub, rank), replicas=replicas, stages=stages, comm=comm)
+            results[rank] = work(world)
+            world.close()
+        except BaseException as error:
+            errors[rank] = error
+            order.append(rank)
+            hub.abort(f"rank {rank} failed: {type(error).__name__}: {error}")
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # as under torchrun: losses must not depend on the transport
+    threads = [threading.Thread(target=body, args=(r,), name=f"rank-{r}", daemon=True) for r in range(ranks)]
+    try:
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+    except BaseException as error:
+        hub.abort(f"interrupted: {type(error).__name__}")
+        raise
+    finally:
+        torch.set_num_threads(before)
+    if order:
+        raise errors[order[0]]
+    return results
+
+
+def world_from_torchrun(
+    *, replicas: int, stages: int = 1, comm: CommConfig | None = None, device: torch.device | str | None = None
+) -> World:
+    """The World of this torchrun process, on its own GPU where NCCL is used, else on `device` (default CPU)."""
+    comm = comm or CommConfig()
+    torch.set_num_threads(1)
+    transport = ProcessTransport(comm.backend, comm.timeout_s)
+    if device is None:
+        device = torch.device("cuda", torch.cuda.current_device()) if transport.uses_nccl else "cpu"
+    return World(transport, replicas=replicas, stages=stages, comm=comm, device=device)

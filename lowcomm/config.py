@@ -1,0 +1,348 @@
+"""Configuration: `params.yaml` to typed, checked, frozen dataclasses.
+
+`params.yaml` holds four dictionaries. `scales.<scale>` gives every number a run needs,
+`methods.<method>` names a combination of the independent choices, `runs.<run>` names a method,
+a replica count and seeds, and may override any section; `corpora.<corpus>` says where text comes from.
+Numbers are coerced by declared type (PyYAML reads 1e-4 as a string) and an unknown key is an
+error that names the nearest valid one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from lowcomm.model import PRESETS, ModelConfig
+
+#: Root of the checkout: nothing relies on the working directory.
+ROOT = Path(__file__).resolve().parent.parent
+#: Everything heavy: corpora, shards, runs, executed notebooks. DVC tracks it, git ignores it.
+BUILD = ROOT / "build"
+
+
+class ConfigError(ValueError):
+    """A setting that breaks a rule; the message names the value and the rule."""
+
+
+@dataclass(frozen=True)
+class CorpusConfig:
+    """Where documents come from. `source` decides which other fields matter."""
+
+    source: Literal["docstrings", "python", "hub", "json", "text", "parquet"]
+    path: str = ""  # Hub name, or a file, folder or glob for local sources
+    name: str = ""  # Hub configuration
+    split: str = "train"  # Hub split
+    revision: str = ""  # Hub revision; required for the Hub, so that a run stays what it was
+    field: str = "text"  # column that holds the text
+    streaming: bool = True  # Hub: read documents as they arrive
+    licence: str = ""
+    packages: tuple[str, ...] = ()  # docstrings and python: read these beside the standard library
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """How a corpus becomes token shards."""
+
+    corpus: str
+    vocab_size: int
+    max_characters: int = 0  # 0: the whole corpus
+    validation_percent: float = 5.0  # by document hash
+    tokenizer_characters: int = 4_000_000  # of the training split
+    shard_tokens: int = 1_000_000
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The inner optimization. Batches count sequences over all replicas."""
+
+    steps: int
+    global_batch: int
+    seq_len: int
+    lr: float
+    warmup_steps: int
+    eval_every: int  # 0: only at the end
+    eval_sequences: int
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    decay: Literal["cosine", "linear", "constant"] = "cosine"
+    final_lr_fraction: float = 0.05
+    beta1: float = 0.9
+    beta2: float = 0.99
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip_norm: float = 1.0  # 0: no clipping
+    accumulation: int = 1  # micro-batches a step
+    precision: Literal["fp32", "bf16"] = "fp32"  # bf16: autocast over fp32 weights
+    compile: bool = False
+    log_every: int = 1
+
+
+@dataclass(frozen=True)
+class MethodConfig:
+    """One point in the space of independent choices."""
+
+    exchange: Literal["gradients", "fsdp", "parameters"]
+    sync_every_steps: int = 1  # H; only for exchange = parameters
+    peers: Literal["all", "none"] = "all"
+    codec: Literal["fp32", "fp16", "bf16"] = "fp32"
+    outer: Literal["average", "nesterov", "heavy_ball"] = "average"
+    outer_lr: float = 1.0
+    outer_momentum: float = 0.0
+    offload_outer: bool = False  # outer state on the CPU
+    record_cosine: bool = False  # also exchange outer gradients to log their cosine; billed as analysis
+
+
+@dataclass(frozen=True)
+class CommConfig:
+    """The wire. None of it may change a loss."""
+
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    reduction: Literal["ordered", "native"] = "ordered"
+    clock: Literal["real", "virtual"] = "real"
+    link_mbit_per_s: float = 0.0  # 0: as fast as it goes
+    link_latency_ms: float = 0.0
+    timeout_s: float = 300.0
+    trace: bool = False
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    every_steps: int = 0  # 0: only at the end
+    keep: int = 2
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything that one training run is."""
+
+    name: str
+    scale: str
+    seed: int
+    replicas: int
+    model: ModelConfig
+    data: DataConfig
+    train: TrainConfig
+    method: MethodConfig
+    comm: CommConfig = field(default_factory=CommConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+    def __post_init__(self) -> None:
+        t, m = self.train, self.method
+        for name in ("steps", "global_batch", "seq_len", "accumulation", "eval_sequences", "log_every"):
+            if getattr(t, name) < 1:
+                raise ConfigError(f"train.{name} must be at least 1, got {getattr(t, name)}")
+        if self.replicas < 1:
+            raise ConfigError(f"replicas must be at least 1, got {self.replicas}")
+        parts = self.replicas * t.accumulation
+        if t.global_batch % parts:
+            raise ConfigError(
+                f"train.global_batch = {t.global_batch} does not split into {self.replicas} replicas"
+                f" x {t.accumulation} micro-batches; it must be a multiple of {parts}"
+            )
+        if m.exchange == "parameters" and not 1 <= m.sync_every_steps <= t.steps:
+            raise ConfigError(
+                f"method.sync_every_steps (H) = {m.sync_every_steps} must be between 1 and train.steps = {t.steps}"
+            )
+        if m.outer == "average" and (m.codec != "fp32" or m.outer_lr != 1.0 or m.outer_momentum != 0.0):
+            raise ConfigError(
+                "method.outer = average exchanges the parameters themselves, so codec must be fp32, outer_lr 1 and"
+                f" outer_momentum 0 (got {m.codec}, {m.outer_lr}, {m.outer_momentum}); for differences at lr 1 use"
+                " outer = heavy_ball with outer_momentum 0"
+            )
+        if not 0 <= m.outer_momentum < 1:
+            raise ConfigError(f"method.outer_momentum must be in [0, 1), got {m.outer_momentum}")
+        if m.exchange != "parameters":
+            default = MethodConfig(exchange=m.exchange)
+            for f in dataclasses.fields(MethodConfig):
+                if getattr(m, f.name) != getattr(default, f.name):
+                    raise ConfigError(f"method.{f.name} means nothing with method.exchange = {m.exchange}")
+        if t.seq_len > self.model.seq_len:
+            raise ConfigError(f"train.seq_len = {t.seq_len} is longer than model.seq_len = {self.model.seq_len}")
+        if self.data.vocab_size != self.model.vocab_size:
+            raise ConfigError(
+                f"data.vocab_size = {self.data.vocab_size} and model.vocab_size = {self.model.vocab_size} must be equal"
+            )
+
+    @property
+    def local_batch(self) -> int:
+        """Sequences a replica trains on in one step."""
+        return self.train.global_batch // self.replicas
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def identity(self) -> dict[str, Any]:
+        """The settings that decide the losses, as {"section.key": value}."""
+        flat = {}
+        for key, value in self.to_dict().items():
+            if key in ("comm", "checkpoint", "scale", "name"):
+                continue
+            for k, v in value.items() if isinstance(value, dict) else [(None, value)]:
+                flat[key if k is None else f"{key}.{k}"] = v
+        return flat
+
+
+def nearest(word: str, options: typing.Iterable[str]) -> str:
+    """'; did you mean X?' for the closest option, or the list of all."""
+    options = sorted(options)
+    close = difflib.get_close_matches(str(word), options, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else f"; valid: {', '.join(options)}"
+
+
+def _coerce(kind: Any, value: Any, where: str) -> Any:
+    origin = typing.get_origin(kind)
+    if origin in (typing.Union, types.UnionType):
+        if value is None:
+            return None
+        return _coerce(next(a for a in typing.get_args(kind) if a is not type(None)), value, where)
+    if origin is Literal:
+        options = typing.get_args(kind)
+        if value not in options:
+            raise ConfigError(f"{where} = {value!r} is not a valid choice{nearest(value, map(str, options))}")
+        return value
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            raise ConfigError(f"{where} = {value!r} must be a list")
+        return tuple(_coerce(typing.get_args(kind)[0], v, f"{where}[{i}]") for i, v in enumerate(value))
+    if dataclasses.is_dataclass(kind):
+        return build(kind, value, where)
+    if kind is bool:
+        if not isinstance(value, bool):
+            raise ConfigError(f"{where} = {value!r} must be true or false")
+        return value
+    if kind is str:
+        if not isinstance(value, str):
+            raise ConfigError(f"{where} = {value!r} must be a string")
+        return value
+    if isinstance(value, bool):
+        raise ConfigError(f"{where} = {value!r} must be a number")
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise ConfigError(f"{where} = {value!r} must be a number") from None
+    if kind is int:
+        if number != int(number):
+            raise ConfigError(f"{where} = {value!r} must be a whole number")
+        return int(number)
+    return number
+
+
+def build(cls: type, mapping: Any, where: str) -> Any:
+    """Make dataclass `cls` from a mapping, coercing each value; `where` prefixes messages."""
+    if not isinstance(mapping, dict):
+        raise ConfigError(f"{where} must be a mapping of settings, got {mapping!r}")
+    hints = typing.get_type_hints(cls)
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    values = {}
+    for key, value in mapping.items():
+        if key not in fields:
+            raise ConfigError(f"unknown key {where}.{key}{nearest(key, fields)}")
+        values[key] = _coerce(hints[key], value, f"{where}.{key}")
+    missing = [
+        n
+        for n, f in fields.items()
+        if n not in values and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+    ]
+    if missing:
+        raise ConfigError(f"{where} lacks {', '.join(missing)}")
+    try:
+        return cls(**values)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def load_params(path: Path | None = None) -> dict[str, Any]:
+    """The whole of `params.yaml` as plain dictionaries, its top-level keys checked."""
+    path = path or ROOT / "params.yaml"
+    params = yaml.safe_load(path.read_text())
+    valid = {"scale", "scales", "methods", "runs", "corpora"}
+    for key in params:
+        if key not in valid:
+            raise ConfigError(f"unknown key {key} in {path.name}{nearest(key, valid)}")
+    return params
+
+
+def pick(section: dict[str, Any], key: str, what: str) -> Any:
+    """section[key], or an error that names the nearest entry."""
+    if key not in section:
+        raise ConfigError(f"no {what} named {key!r}{nearest(key, section)}")
+    return section[key]
+
+
+def _merge(base: dict, over: dict) -> dict:
+    out = dict(base)
+    for key, value in over.items():
+        out[key] = _merge(out[key], value) if isinstance(value, dict) and isinstance(out.get(key), dict) else value
+    return out
+
+
+_RUN_KEYS = {"method", "corpus", "replicas", "seeds", "override"}
+
+
+def run_config(
+    run: str, *, seed: int | None = None, scale: str | None = None, params: dict | None = None, **override: Any
+) -> RunConfig:
+    """The configuration of one run of `params.yaml`.
+
+    `scale` defaults to the file's, `seed` to the run's first; `override` merges into sections, e.g.
+    ``run_config("diloco_m2", train={"steps": 60})``. Raises ConfigError.
+    """
+    params = params or load_params()
+    scale = scale or params["scale"]
+    entry = pick(params["runs"], run, "run")
+    for key in sorted({"method", "corpus", "replicas", "seeds"} - entry.keys()):
+        raise ConfigError(f"runs.{run} lacks {key}")
+    for key in entry:
+        if key not in _RUN_KEYS:
+            raise ConfigError(f"unknown key runs.{run}.{key}{nearest(key, _RUN_KEYS)}")
+    sections = _merge(pick(params["scales"], scale, "scale"), {"data": {"corpus": entry["corpus"]}})
+    sections = _merge(sections, entry.get("override", {}))
+    sections = _merge(sections, {"method": pick(params["methods"], entry["method"], "method")})
+    sections = _merge(sections, override)
+    model = dict(sections["model"])
+    if "preset" in model:
+        model = asdict(pick(PRESETS, model.pop("preset"), "preset")) | model
+    sections["model"] = model
+    sections.setdefault("replicas", entry["replicas"])
+    sections |= {"name": run, "scale": scale, "seed": entry["seeds"][0] if seed is None else seed}
+    return build(RunConfig, sections, run)
+
+
+def corpus_configs(
+    corpus: str, *, scale: str | None = None, params: dict | None = None
+) -> tuple[CorpusConfig, DataConfig]:
+    """Where a corpus of `params.yaml` comes from, and how `scale` cuts it. Raises ConfigError."""
+    params = params or load_params()
+    source = build(CorpusConfig, pick(params["corpora"], corpus, "corpus"), f"corpora.{corpus}")
+    data = pick(params["scales"], scale or params["scale"], "scale")["data"] | {"corpus": corpus}
+    return source, build(DataConfig, data, "data")
+
+
+def run_seeds(run: str, *, scale: str | None = None, params: dict | None = None) -> list[int]:
+    """Seeds of a run; the smoke scale takes the first only."""
+    params = params or load_params()
+    seeds = pick(params["runs"], run, "run")["seeds"]
+    return seeds[:1] if (scale or params["scale"]) == "smoke" else seeds
+
+
+def run_dir(run: str, scale: str, seed: int) -> Path:
+    """Folder of a run's metrics, summary and checkpoints."""
+    return BUILD / "runs" / scale / run / f"seed{seed}"
+
+
+def times_dir(run: str, scale: str, seed: int) -> Path:
+    """Folder of a run's times, which differ from machine to machine and are not tracked."""
+    return BUILD / "times" / scale / "runs" / run / f"seed{seed}"
+
+
+def data_dir(corpus: str, scale: str) -> Path:
+    """Folder of a corpus' tokenizer, shards and card."""
+    return BUILD / "data" / scale / corpus

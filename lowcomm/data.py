@@ -1,0 +1,314 @@
+"""From documents to batches: deduplicate, split, tokenise, shard; then batches without state.
+
+`prepare` writes one folder: `tokenizer.model` (sentencepiece BPE with byte fallback, lossless),
+`train-*.bin` and `validation-*.bin` (token ids, uint16 or uint32), and `card.json`, which names every
+file with its checksum and is written last. The folder appears as a whole or not at all.
+
+A batch is a pure function of (seed, step, replica). Window w of the corpus belongs to lane w mod B, where
+B is the global batch; row r of every global batch comes from lane r, which walks through its windows in
+an order drawn from (seed, lane, epoch). Replica m owns lanes m B/R to (m+1) B/R, so replicas
+never see each other's windows, and the global batch of a step is the same for every R.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import sentencepiece as spm
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from lowcomm.config import ConfigError, CorpusConfig, DataConfig, corpus_configs, data_dir, load_params
+from lowcomm.corpora import documents, sources
+
+END_OF_TEXT = 1  # id of the token between documents
+_MARK = "\u2581"  # sentencepiece writes a space so; the character itself must travel as bytes
+_SPLITS = ("train", "validation")
+
+
+class Tokenizer:
+    """A lossless sentencepiece BPE: decode(encode(text)) == text for every text."""
+
+    def __init__(self, model: bytes):
+        self.model = model
+        self._sp = spm.SentencePieceProcessor(model_proto=model)
+        self.vocab_size = self._sp.vocab_size()
+        self._mark_ids = [self._sp.piece_to_id(f"<0x{b:02X}>") for b in _MARK.encode()]
+
+    @staticmethod
+    def train(lines: Iterator[str], vocab_size: int) -> Tokenizer:
+        """Fit on lines of text. Raises ConfigError if `vocab_size` cannot hold bytes and characters."""
+        model = io.BytesIO()
+        try:
+            spm.SentencePieceTrainer.train(
+                sentence_iterator=lines,
+                model_writer=model,
+                vocab_size=vocab_size,
+                model_type="bpe",
+                byte_fallback=True,
+                normalization_rule_name="identity",
+                add_dummy_prefix=False,
+                remove_extra_whitespaces=False,
+                allow_whitespace_only_pieces=True,
+                split_digits=True,
+                character_coverage=0.9995,
+                max_sentence_length=1 << 20,
+                num_threads=1,
+                unk_id=0,
+                eos_id=END_OF_TEXT,
+                bos_id=-1,
+                pad_id=-1,
+                minloglevel=3,
+            )
+        except (RuntimeError, OSError) as error:
+            raise ConfigError(
+                f"data.vocab_size = {vocab_size} does not suit the corpus (256 bytes, 2 controls and its"
+                f" characters must fit, and its words must fill it): {str(error).strip()}"
+            ) from None
+        return Tokenizer(model.getvalue())
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text."""
+        first, *rest = text.split(_MARK)
+        ids = self._sp.encode(first)
+        for part in rest:
+            ids += self._mark_ids + self._sp.encode(part)
+        return ids
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of token ids, END_OF_TEXT left out."""
+        return self._sp.decode(ids)
+
+
+def _uniform(digest: str) -> float:
+    """A document's place in [0, 1), from its hash alone."""
+    return int(digest[:12], 16) / 16**12
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class _ShardWriter:
+    """Token shards of one split, each `shard_tokens` long but the last."""
+
+    def __init__(self, folder: Path, split: str, shard_tokens: int, dtype: np.dtype):
+        self.folder, self.split, self.limit, self.dtype = folder, split, shard_tokens, dtype
+        self.shards: list[dict[str, Any]] = []
+        self._held: list[int] = []
+
+    def add(self, ids: list[int]) -> None:
+        self._held += ids
+        while len(self._held) >= self.limit:
+            self._write(self._held[: self.limit])
+            self._held = self._held[self.limit :]
+
+    def close(self) -> None:
+        if self._held:
+            self._write(self._held)
+            self._held = []
+
+    def _write(self, ids: list[int]) -> None:
+        path = self.folder / f"{self.split}-{len(self.shards):05d}.bin"
+        np.asarray(ids, dtype=self.dtype).tofile(path)
+        self.shards.append({"file": path.name, "tokens": len(ids), "sha256": _sha256(path)})
+
+
+def _gather(corpus: CorpusConfig, config: DataConfig, folder: Path) -> dict[str, dict[str, int]]:
+    """Write the deduplicated documents of both splits as parquet; count them."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    schema = pa.schema([("text", pa.string()), ("place", pa.float64())])
+    counts = {split: {"documents": 0, "characters": 0} for split in _SPLITS}
+    held: dict[str, list[dict]] = {split: [] for split in _SPLITS}
+    writers = {split: pq.ParquetWriter(folder / f"{split}.parquet", schema) for split in _SPLITS}
+    seen: set[bytes] = set()
+    characters = duplicates = 0
+    for text in tqdm(documents(corpus), desc="documents", unit=" docs", mininterval=1.0):
+        digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+        if bytes.fromhex(digest) in seen:
+            duplicates += 1
+            continue
+        seen.add(bytes.fromhex(digest))
+        place = _uniform(digest)
+        split = "validation" if place < config.validation_percent / 100 else "train"
+        # Lone surrogates cannot be written as UTF-8; nothing that is text has them.
+        held[split].append({"text": text.encode("utf-8", "replace").decode(), "place": place})
+        counts[split]["documents"] += 1
+        counts[split]["characters"] += len(text)
+        characters += len(text)
+        if len(held[split]) == 1000:
+            writers[split].write_table(pa.Table.from_pylist(held[split], schema))
+            held[split].clear()
+        if config.max_characters and characters >= config.max_characters:
+            break
+    for split, writer in writers.items():
+        writer.write_table(pa.Table.from_pylist(held[split], schema))
+        writer.close()
+    counts["duplicates"] = {"documents": duplicates}
+    for split in _SPLITS:
+        if not counts[split]["documents"]:
+            raise ConfigError(
+                f"corpus {config.corpus!r} gave no {split} documents ({characters} characters,"
+                f" validation_percent {config.validation_percent:g}): it is missing, empty or too small"
+            )
+    return counts
+
+
+def _split_rows(folder: Path, split: str) -> Iterator[dict]:
+    from datasets import load_dataset
+
+    return load_dataset("parquet", data_files=str(folder / f"{split}.parquet"), split="train", streaming=True)
+
+
+def prepare(corpus: CorpusConfig, config: DataConfig, out: Path) -> dict[str, Any]:
+    """Build the folder `out` from a corpus and return its card.
+
+    What an interrupted call left behind is thrown away and said so. Raises ConfigError.
+    """
+    partial = out.with_name(out.name + ".partial")
+    try:
+        if partial.exists():
+            tqdm.write(f"{partial.name}: left by an interrupted preparation; starting over")
+            shutil.rmtree(partial)
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(f"output folder {out} cannot be written: {error}") from None
+    counts = _gather(corpus, config, partial)
+    share = config.tokenizer_characters / counts["train"]["characters"]
+    low = config.validation_percent / 100
+    limit = low + (1 - low) * share  # a document's place in [low, 1) decides, so the sample is spread evenly
+
+    def lines() -> Iterator[str]:
+        for row in _split_rows(partial, "train"):
+            if row["place"] < limit:
+                yield from (line for line in row["text"].split("\n") if line)
+
+    tokenizer = Tokenizer.train(lines(), config.vocab_size)
+    (partial / "tokenizer.model").write_bytes(tokenizer.model)
+    dtype = np.dtype("<u2" if config.vocab_size <= 1 << 16 else "<u4")
+    splits = {}
+    for split in _SPLITS:
+        writer = _ShardWriter(partial, split, config.shard_tokens, dtype)
+        rows = tqdm(_split_rows(partial, split), total=counts[split]["documents"], desc=f"tokens ({split})")
+        for row in rows:
+            writer.add([*tokenizer.encode(row["text"]), END_OF_TEXT])
+        writer.close()
+        tokens = sum(s["tokens"] for s in writer.shards)
+        splits[split] = counts[split] | {"tokens": tokens, "shards": writer.shards}
+        (partial / f"{split}.parquet").unlink()
+    card = {
+        "corpus": config.corpus,
+        "dtype": dtype.str,
+        "vocab_size": config.vocab_size,
+        "tokenizer_sha256": _sha256(partial / "tokenizer.model"),
+        "duplicates": counts["duplicates"]["documents"],
+        "sources": sources(corpus),
+        "splits": splits,
+    }
+    (partial / "card.json").write_text(json.dumps(card, indent=1) + "\n")
+    if out.exists():
+        shutil.rmtree(out)
+    partial.rename(out)
+    return card
+
+
+class TokenData:
+    """The shards of a prepared folder, memory-mapped, and its batches.
+
+    Args:
+        folder: what `prepare` wrote.
+        seq_len: T; a window holds T + 1 tokens and starts every T.
+        global_batch: sequences a step over all replicas.
+        seed: decides the order of windows.
+
+    Raises ConfigError if the folder is missing, a shard is damaged, or the corpus is shorter than a batch.
+    """
+
+    def __init__(self, folder: Path, *, seq_len: int, global_batch: int, seed: int):
+        try:
+            self.card = json.loads((folder / "card.json").read_text())
+        except FileNotFoundError:
+            raise ConfigError(f"no corpus in {folder}: prepare it first (dvc repro data)") from None
+        self.seq_len, self.global_batch, self.seed = seq_len, global_batch, seed
+        self._train = self._open(folder, "train")
+        self._validation = self._open(folder, "validation")
+        self._windows = self._count(self._train)
+        if self._windows < global_batch:
+            raise ConfigError(
+                f"corpus {self.card['corpus']} has {self._windows} training windows of {seq_len} tokens,"
+                f" fewer than train.global_batch = {global_batch}"
+            )
+        self._orders: dict[int, tuple[int, np.ndarray]] = {}  # lane -> (epoch, order of its windows)
+
+    def _open(self, folder: Path, split: str) -> list[np.ndarray]:
+        maps = []
+        for shard in self.card["splits"][split]["shards"]:
+            path = folder / shard["file"]
+            if not path.exists() or (found := _sha256(path)) != shard["sha256"]:
+                state = (
+                    f"has checksum {found[:12]}, the card says {shard['sha256'][:12]}" if path.exists() else "is gone"
+                )
+                raise ConfigError(f"shard {path} {state}: prepare the corpus again (dvc repro -f data)")
+            maps.append(np.memmap(path, dtype=self.card["dtype"], mode="r"))
+        return maps
+
+    def _count(self, maps: list[np.ndarray]) -> int:
+        return max(0, (sum(len(m) for m in maps) - 1) // self.seq_len)
+
+    def _window(self, maps: list[np.ndarray], index: int) -> np.ndarray:
+        """Tokens [index T, index T + T] of a split, across shard borders."""
+        begin, need = index * self.seq_len, self.seq_len + 1
+        parts = []
+        for m in maps:
+            if begin < len(m) and need:
+                part = m[begin : begin + need]
+                parts.append(part)
+                need -= len(part)
+                begin = 0
+            elif need:
+                begin -= len(m)
+        return np.concatenate(parts) if len(parts) > 1 else parts[0]
+
+    def epoch_steps(self) -> int:
+        """Steps until a lane has seen all its windows."""
+        return self._windows // self.global_batch
+
+    def batch(self, step: int, replica: int = 0, replicas: int = 1) -> Tensor:
+        """Tokens [B/R, T+1] int64 of inner step `step` (from 1) for one replica."""
+        rows = self.global_batch // replicas
+        epoch, place = divmod(step - 1, self.epoch_steps())
+        out = np.empty((rows, self.seq_len + 1), dtype=np.int64)
+        for row, lane in enumerate(range(replica * rows, (replica + 1) * rows)):
+            known, order = self._orders.get(lane, (-1, None))
+            if known != epoch:
+                order = np.random.default_rng([self.seed, lane, epoch]).permutation(self.epoch_steps())
+                self._orders[lane] = (epoch, order)
+            out[row] = self._window(self._train, int(order[place]) * self.global_batch + lane)
+        return torch.from_numpy(out)
+
+    def validation(self, sequences: int) -> Tensor:
+        """Tokens [n, T+1] of `sequences` validation windows spread evenly over the split (all, if fewer)."""
+        have = self._count(self._validation)
+        if have == 0:
+            raise ConfigError(f"corpus {self.card['corpus']} has no validation window of {self.seq_len} tokens")
+        chosen = np.linspace(0, have - 1, min(sequences, have)).astype(int)
+        return torch.from_numpy(np.stack([self._window(self._validation, int(i)).astype(np.int64) for i in chosen]))
+
+
+def prepared(corpus: str, scale: str | None = None) -> Path:
+    """The folder of a corpus of params.yaml, prepared now if it is not there yet."""
+    folder = data_dir(corpus, scale or load_params()["scale"])
+    if not (folder / "card.json").exists():
+        prepare(*corpus_configs(corpus, scale=scale), folder)
+    return folder

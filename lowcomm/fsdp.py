@@ -1,0 +1,85 @@
+"""FSDP2 as a baseline: torch's `fully_shard`, its collectives carried and billed by World.
+
+Parameters, gradients and optimizer state are sharded over replicas by dimension 0; each block is
+gathered before its forward and its backward pass and its gradients are reduce-scattered after.
+Because World adds in rank order, the gradients are those of `outer.DataParallel`, bit for bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from lowcomm.comm import World
+from lowcomm.config import ConfigError, MethodConfig, TrainConfig
+from lowcomm.model import Decoder
+from lowcomm.transport import ProcessTransport
+
+
+class _Allocate:
+    def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _AllGather(_Allocate):
+    def __init__(self, world: World):
+        self.world = world
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group, async_op: bool = False) -> None:
+        # FSDP2 hands over a view into `output_tensor`; what travels must not be overwritten meanwhile.
+        parts = self.world.exchange(input_tensor.clone(), purpose="fsdp gather")
+        output_tensor.copy_(torch.cat(parts))
+
+
+class _ReduceScatter(_Allocate):
+    def __init__(self, world: World):
+        self.world = world
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group, op, async_op: bool = False) -> None:
+        # FSDP2 passes AVG (or a sum pre-scaled by itself); the shares are equal by its padding.
+        share = self.world.reduce_scatter(input_tensor, purpose="fsdp scatter")
+        output_tensor.copy_(share)
+        if "AVG" in str(op):
+            output_tensor.div_(self.world.replicas)
+
+
+class FullySharded:
+    """The engine of `exchange = fsdp`: everything happens inside the model's hooks."""
+
+    def __init__(self, model: Decoder, world: World, method: MethodConfig, train: TrainConfig):
+        if not isinstance(world.transport, ProcessTransport):
+            raise ConfigError("method.exchange = fsdp needs processes (torchrun); threads share one set of hooks")
+        self.model = model
+        mesh = init_device_mesh(world.device.type, (world.replicas,))
+        for module in [*model.blocks, model]:
+            fully_shard(module, mesh=mesh, reshard_after_forward=True)
+            module.set_custom_all_gather(_AllGather(world))
+            module.set_custom_reduce_scatter(_ReduceScatter(world))
+
+    def average_gradients(self) -> None:
+        """The hooks have done it."""
+
+    def after_step(self, step: int) -> dict[str, float]:
+        return {}
+
+    def evaluated(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def weights(self) -> dict[str, Tensor]:
+        modules = [*self.model.blocks, self.model]
+        for module in modules:
+            module.unshard()
+        whole = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        for module in modules:
+            module.reshard()
+        return whole
+
+    def buffers(self) -> dict[str, Tensor]:
+        return {}
+
+    def sent_bytes(self) -> dict[str, int]:
+        return {}  # padding and prefetch are FSDP2's own; the ledger says what it sent

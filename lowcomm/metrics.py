@@ -1,0 +1,68 @@
+"""Metrics as JSON lines, and the reading of finished runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from lowcomm.config import ConfigError, run_dir, run_seeds
+
+
+class Metrics:
+    """Rows of JSON, written as the run goes; a resume drops the rows after its checkpoint."""
+
+    def __init__(self, path: Path, resumed_at: int):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kept = []
+        if path.exists() and resumed_at:
+            for line in path.read_text().splitlines():
+                try:
+                    row = json.loads(line)
+                except json.JSONDecodeError:  # the row that a kill cut short
+                    break
+                if row["step"] <= resumed_at:
+                    kept.append(line + "\n")
+        path.write_text("".join(kept))
+        self._file = path.open("a")
+        self._held: list[dict[str, Any]] = []
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Keep a row; tensors are read when rows are written, so that a GPU need not be waited for."""
+        self._held.append(row)
+
+    def write(self) -> None:
+        for row in self._held:
+            plain = {k: v.item() if isinstance(v, Tensor) else v for k, v in row.items()}
+            self._file.write(json.dumps(plain) + "\n")
+        self._held.clear()
+        self._file.flush()
+
+    def close(self) -> None:
+        self.write()
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of a metrics file."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def read_run(run: str, scale: str) -> list[dict[str, Any]]:
+    """A run's summaries, one a seed in order, each with rank 0's rows under "rows".
+
+    Raises ConfigError if one is missing.
+    """
+    found = []
+    for seed in run_seeds(run, scale=scale):
+        folder = run_dir(run, scale, seed)
+        try:
+            summary = json.loads((folder / "summary.json").read_text())
+        except FileNotFoundError:
+            raise ConfigError(
+                f"run {run}, seed {seed} has not been trained at scale {scale}: dvc repro train@{run}"
+            ) from None
+        found.append(summary | {"seed": seed, "rows": read_metrics(folder / "metrics" / "rank-000.jsonl")})
+    return found

@@ -1,0 +1,73 @@
+"""Tables: ours beside the paper's, with seeds and spread, written so that git can show them."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import yaml
+
+from lowcomm.config import ROOT, nearest, pick
+
+PAPERS = ROOT / "results" / "papers"
+
+
+def paper(name: str) -> dict[str, Any]:
+    """The published numbers of a paper: `results/papers/<name>.yaml`."""
+    path = PAPERS / f"{name}.yaml"
+    if not path.exists():
+        raise ValueError(f"no paper named {name!r}{nearest(name, [p.stem for p in PAPERS.glob('*.yaml')])}")
+    return yaml.safe_load(path.read_text())
+
+
+def published(name: str, table: str, **where: Any) -> list[dict[str, Any]]:
+    """Rows of a published table whose columns equal `where`."""
+    rows = pick(paper(name)["tables"], table, f"table of {name}")["rows"]
+    return [r for r in rows if all(r.get(k) == v for k, v in where.items())]
+
+
+def results_dir(scale: str, paper: str) -> Path:
+    """Folder of a paper's tables at one scale, made if it is missing."""
+    folder = ROOT / "results" / scale / paper
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def spread(values: Sequence[float]) -> float:
+    """Sample standard deviation over seeds; NaN for one seed."""
+    return statistics.stdev(values) if len(values) > 1 else float("nan")
+
+
+def plus_minus(values: Sequence[float], digits: int = 3) -> str:
+    """'3.412 ± 0.008 (3)': mean, sample standard deviation, number of seeds."""
+    mean = f"{statistics.mean(values):.{digits}f}"
+    return f"{mean} ± {spread(values):.{digits}f} ({len(values)})" if len(values) > 1 else f"{mean} (1)"
+
+
+def si_bytes(nbytes: float) -> str:
+    """Bytes in decimal units, three significant digits."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if abs(nbytes) < 1000 or unit == "TB":
+            return f"{nbytes:.3g} {unit}"
+        nbytes /= 1000
+    raise AssertionError
+
+
+def markdown(table: pd.DataFrame) -> str:
+    """A table as GitHub markdown; missing cells are a dash."""
+    head = "| " + " | ".join(map(str, table.columns)) + " |"
+    rule = "|" + "---|" * len(table.columns)
+    cells = table.astype(object).where(table.notna(), "-")
+    return "\n".join([head, rule, *("| " + " | ".join(map(str, row)) + " |" for row in cells.itertuples(index=False))])
+
+
+def write(
+    table: pd.DataFrame, path: Path, *, title: str, shown: pd.DataFrame | None = None, notes: Sequence[str] = ()
+) -> None:
+    """Write `path`.csv (plain columns) and `path`.md: title, `shown` or the table, and notes as a list."""
+    table.to_csv(path.with_suffix(".csv"), index=False, float_format="%.6g", lineterminator="\n")
+    body = [f"### {title}", "", markdown(table if shown is None else shown), ""]
+    path.with_suffix(".md").write_text("\n".join(body + [f"- {n}" for n in notes]).rstrip() + "\n")

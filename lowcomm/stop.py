@@ -1,0 +1,82 @@
+"""Stopping together: ranks agree on the step after which all of them stop.
+
+Replicas talk rarely, so a rank that is told to stop (SIGTERM, or its launcher is gone) cannot just leave. A
+watcher beside each rank sees the request, its own or a peer's note, and publishes the step that its rank
+has begun; everybody stops after the latest of those. A rank that waits inside a step for
+a peer has begun it, so nobody is left waiting.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+from lowcomm.comm import World
+from lowcomm.transport import CommError
+
+#: Set when this process should stop: by SIGTERM, or by a notebook.
+requested = threading.Event()
+LAUNCHER_VARIABLE = "LOWCOMM_LAUNCHER"
+_POLL_S = 0.1
+
+
+def stop_on_sigterm() -> None:
+    """Let SIGTERM ask for a stop (main thread only)."""
+    signal.signal(signal.SIGTERM, lambda *_: requested.set())
+
+
+def _launcher_is_gone() -> bool:
+    pid = os.environ.get(LAUNCHER_VARIABLE)
+    if pid is None:
+        return False
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+class StopAgreement:
+    """One rank's part in the agreement."""
+
+    def __init__(self, world: World, timeout_s: float = 60.0):
+        self.world, self.timeout_s = world, timeout_s
+        self._begun = 0
+        self._published = False
+        self._lock = threading.Lock()
+        self._done = threading.Event()
+        threading.Thread(target=self._watch, name=f"stop-{world.rank}", daemon=True).start()
+
+    def _watch(self) -> None:
+        transport = self.world.transport
+        while not self._done.wait(_POLL_S):
+            if requested.is_set() or _launcher_is_gone() or transport.read("stop") is not None:
+                transport.note("stop", "requested")
+                with self._lock:
+                    transport.note(f"stop/{self.world.rank}", str(self._begun))
+                    self._published = True
+                return
+
+    def before(self, step: int) -> bool:
+        """Announce inner step `step`; True if the ranks have agreed to stop before it."""
+        with self._lock:
+            if not self._published:
+                self._begun = step
+                return False
+        return step > self._last_step()
+
+    def _last_step(self) -> int:
+        deadline = time.monotonic() + self.timeout_s
+        while True:
+            begun = [self.world.transport.read(f"stop/{r}") for r in range(self.world.size)]
+            if None not in begun:
+                return max(map(int, begun))
+            if time.monotonic() > deadline:
+                silent = [r for r, b in enumerate(begun) if b is None]
+                raise CommError(f"rank {self.world.rank} wants to stop, but ranks {silent} do not answer")
+            time.sleep(_POLL_S / 10)
+
+    def close(self) -> None:
+        self._done.set()

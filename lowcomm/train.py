@@ -1,0 +1,372 @@
+"""The trainer: the same function under torchrun, alone, and in threads from a notebook.
+
+    torchrun --nproc-per-node 2 -m lowcomm.train diloco_m2     one process a rank
+    python -m lowcomm.train diloco_m2                          one thread a rank
+
+A run folder holds what the run determined and nothing that depends on the machine's mood, so that two
+runs of one configuration are equal byte for byte: `metrics/rank-000.jsonl` (a row a step),
+`summary.json`, `model.safetensors` (the evaluated parameters), and `checkpoints/` until the run is complete.
+Times go to a folder of their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import math
+import os
+import platform
+import resource
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor
+
+from lowcomm import config as cfg
+from lowcomm.accounting import parameters, training_flops
+from lowcomm.checkpoint import Checkpoints, save_tensors
+from lowcomm.comm import World, run_threads, world_from_torchrun
+from lowcomm.config import ConfigError, RunConfig, TrainConfig
+from lowcomm.data import TokenData
+from lowcomm.metrics import Metrics, read_metrics
+from lowcomm.model import Decoder
+from lowcomm.outer import DataParallel, Engine, LocalUpdates
+from lowcomm.stop import StopAgreement, stop_on_sigterm
+
+log = logging.getLogger("lowcomm")
+
+
+def learning_rate(step: int, t: TrainConfig) -> float:
+    """The inner learning rate of step 1..steps: linear warm-up, then decay to final_lr_fraction of the peak."""
+    if step <= t.warmup_steps:
+        return t.lr * step / t.warmup_steps
+    if t.decay == "constant":
+        return t.lr
+    done = (step - t.warmup_steps) / max(1, t.steps - t.warmup_steps)
+    shape = 1 - done if t.decay == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+    return t.lr * (t.final_lr_fraction + (1 - t.final_lr_fraction) * shape)
+
+
+def inner_optimizer(model: torch.nn.Module, t: TrainConfig) -> torch.optim.Optimizer:
+    """AdamW or SGD over all parameters; weight decay on matrices alone."""
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": t.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    if t.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=t.lr)
+    fused = not any(hasattr(p, "device_mesh") for p in matrices)
+    return torch.optim.AdamW(groups, lr=t.lr, betas=(t.beta1, t.beta2), eps=t.eps, fused=fused)
+
+
+def make_engine(model: Decoder, world: World, config: RunConfig) -> Engine:
+    """The engine of `method.exchange`."""
+    if config.method.exchange == "fsdp":
+        from lowcomm.fsdp import FullySharded  # imports torch's distributed tensors, a second or so
+
+        return FullySharded(model, world, config.method, config.train)
+    kind = DataParallel if config.method.exchange == "gradients" else LocalUpdates
+    return kind(model, world, config.method, config.train)
+
+
+def _local(x: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor, or the tensor."""
+    return x.to_local() if hasattr(x, "to_local") else x
+
+
+class Trainer:
+    """One rank of one run. `train()` below is the way in."""
+
+    def __init__(self, config: RunConfig, world: World, data: TokenData):
+        if config.replicas != world.replicas:
+            raise ConfigError(f"run {config.name} has {config.replicas} replicas, the world has {world.replicas}")
+        self.config, self.world, self.data = config, world, data
+        if data.card["vocab_size"] != config.model.vocab_size:
+            raise ConfigError(
+                f"model.vocab_size = {config.model.vocab_size}, but the corpus was tokenised with"
+                f" {data.card['vocab_size']}: prepare it again (dvc repro data)"
+            )
+        self.model = Decoder(config.model).initialise(config.seed).to(world.device)
+        self.engine = make_engine(self.model, world, config)
+        self.optimizer = inner_optimizer(self.model, config.train)
+        self.losses = torch.compile(self.model.losses) if config.train.compile else self.model.losses
+        if config.method.exchange == "fsdp":
+            self.losses = self._through_forward
+
+    def _through_forward(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        # FSDP2's hooks hang on forward, so the loss must go through the module's call.
+        return Decoder.losses(self.model, tokens, targets)
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.config.train.precision == "bf16")
+
+    def step(self, step: int) -> dict[str, Any]:
+        """One inner step, and whatever exchange the engine does after it. Returns a metrics row."""
+        t, world = self.config.train, self.world
+        world.step = step
+        lr = learning_rate(step, t)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        tokens = self.data.batch(step, world.replica, world.replicas).to(world.device, non_blocking=True)
+        entropies = []
+        for part in tokens.chunk(t.accumulation):
+            with self._autocast():
+                loss, entropy = self.losses(part[:, :-1], part[:, 1:])
+            (loss / t.accumulation if t.accumulation > 1 else loss).backward()
+            entropies.append(entropy.detach())
+        self.engine.average_gradients()
+        norm = self._clip()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        logged = self.engine.after_step(step)
+        loss = torch.stack(entropies).mean() if len(entropies) > 1 else entropies[0]
+        return {"step": step, "loss": loss, "lr": lr, "grad_norm": norm} | logged
+
+    def _clip(self) -> Tensor:
+        """Scale gradients to norm clip_norm at most; returns the norm before. Inner gradients only."""
+        grads = [_local(p.grad) for p in self.model.parameters()]
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
+        if self.config.method.exchange == "fsdp":
+            norm = self.world.sum(norm.square().reshape(1), purpose="fsdp norm").sqrt()[0]
+        if self.config.train.clip_norm:
+            torch._foreach_mul_(grads, (self.config.train.clip_norm / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """Mean validation cross-entropy (nats per token) of the evaluated parameters, the same on every rank."""
+        world, rows = self.world, self.config.local_batch // self.config.train.accumulation
+        windows = self.data.validation(self.config.train.eval_sequences)
+        total = torch.zeros(2, dtype=torch.float64)
+        with self.engine.evaluated(), self._autocast():
+            for begin in range(0, len(windows), rows * world.replicas):
+                part = windows[begin + world.replica * rows :][:rows]
+                mine = len(part) if begin + world.replica * rows < len(windows) else 0
+                # A rank without windows runs one for nothing: sharded models need all ranks in each forward.
+                part = (part if mine else windows[:1]).to(world.device)
+                entropy = self.losses(part[:, :-1], part[:, 1:])[1]
+                total += torch.tensor([entropy.item() * mine, mine], dtype=torch.float64)
+        total = total.to(world.device)
+        loss_sum, count = world.sum(total, purpose="evaluation").tolist()
+        return loss_sum / count
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All state of this rank, by name: model, inner optimizer, engine."""
+        named = {f"model/{n}": _local(p) for n, p in self.model.named_parameters()}
+        for name, p in self.model.named_parameters():
+            for key, value in self.optimizer.state.get(p, {}).items():
+                named[f"inner/{name}/{key}"] = _local(value)
+        return named | {f"engine/{n}": b for n, b in self.engine.buffers().items()}
+
+    @torch.no_grad()
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """Put back what `tensors` gave."""
+        for name, p in self.model.named_parameters():
+            _local(p).copy_(tensors[f"model/{name}"])
+            prefix = f"inner/{name}/"
+            state = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+            for key, value in state.items():
+                if value.dim() == 0:
+                    self.optimizer.state[p][key] = value.clone()
+                else:
+                    like = torch.zeros_like(p)
+                    _local(like).copy_(value)
+                    self.optimizer.state[p][key] = like
+        for name, buffer in self.engine.buffers().items():
+            buffer.copy_(tensors[f"engine/{name}"])
+
+
+def train(
+    config: RunConfig,
+    world: World,
+    data_folder: Path,
+    out: Path,
+    times: Path | None = None,
+    *,
+    on_row: Callable[[Trainer, dict], None] | None = None,
+) -> dict[str, Any]:
+    """Train one rank of `config` and return the run's summary (the same on every rank).
+
+    Continues from the newest checkpoint in `out` if there is one. `times` gets what depends on the
+    machine (default: beside `out`). `on_row` sees each metrics row, for a notebook. A stopped run's
+    summary has `complete = False`. Raises ConfigError and CommError.
+    """
+    times = times or out.with_name(out.name + "-times")
+    try:
+        for folder in (out, times):
+            folder.mkdir(parents=True, exist_ok=True)
+            if not os.access(folder, os.W_OK):
+                raise PermissionError(f"no permission to write {folder}")
+    except OSError as error:
+        raise ConfigError(f"output folder {out} cannot be written: {error}") from None
+    t = config.train
+    data = TokenData(data_folder, seq_len=t.seq_len, global_batch=t.global_batch, seed=config.seed)
+    trainer = Trainer(config, world, data)
+    run = config.identity() | {"tokenizer": data.card["tokenizer_sha256"]}
+    checkpoints = Checkpoints(out / "checkpoints", world, config.checkpoint.keep)
+    found = checkpoints.newest(run)
+    start, elapsed = 0, 0.0
+    if found is not None:
+        start, tensors, meta = found
+        trainer.load(tensors)
+        world.ledger.load(meta["ledger"])
+        log.info("resuming %s at step %d", config.name, start)
+        clock_file = times / f"elapsed-{start}.json"
+        elapsed = json.loads(clock_file.read_text()) if clock_file.exists() else 0.0
+    metrics = Metrics(out / "metrics" / f"rank-{world.rank:03d}.jsonl", start)
+    clock = Metrics(times / f"rank-{world.rank:03d}.jsonl", start)
+    stop = StopAgreement(world)
+    world.clock.start(elapsed)
+    step = start
+    try:
+        while step < t.steps and not stop.before(step + 1):
+            step += 1
+            row = trainer.step(step)
+            if step == t.steps or (t.eval_every and step % t.eval_every == 0):
+                row["val_loss"] = trainer.evaluate()
+            metrics.add(row)
+            clock.add({"step": step, "seconds": world.clock.elapsed()})
+            if on_row is not None:
+                on_row(trainer, row)
+            if step % t.log_every == 0:
+                metrics.write()
+                clock.write()
+            if step < t.steps and config.checkpoint.every_steps and step % config.checkpoint.every_steps == 0:
+                _save(trainer, checkpoints, metrics, clock, step, run, times)
+        if step < t.steps:
+            _save(trainer, checkpoints, metrics, clock, step, run, times)
+            log.info("stopped %s after step %d; the same command continues", config.name, step)
+            return {"complete": False, "step": step}
+        metrics.close()
+        clock.close()
+        return _finish(trainer, checkpoints, out, times)
+    finally:
+        stop.close()
+
+
+def _save(
+    trainer: Trainer, checkpoints: Checkpoints, metrics: Metrics, clock: Metrics, step: int, run: dict, times: Path
+) -> None:
+    metrics.write()
+    clock.write()
+    if trainer.world.rank == 0:
+        for old in times.glob("elapsed-*.json"):
+            if int(old.stem.split("-")[1]) not in checkpoints.steps():
+                old.unlink()
+        (times / f"elapsed-{step}.json").write_text(json.dumps(trainer.world.clock.elapsed()))
+    checkpoints.save(step, trainer.tensors(), {"ledger": trainer.world.ledger.state()}, run)
+
+
+def _finish(trainer: Trainer, checkpoints: Checkpoints, out: Path, times: Path) -> dict[str, Any]:
+    config, world, t = trainer.config, trainer.world, trainer.config.train
+    seconds = world.clock.elapsed()
+    sent = world.ledger.by_purpose()
+    count = torch.tensor([world.ledger.total(axis="replica"), world.ledger.peak_step_bytes()])
+    everyone = torch.stack(world.exchange(count, purpose="summary", axis="world"))
+    rows = read_metrics(out / "metrics" / f"rank-{world.rank:03d}.jsonl")
+    last = [r["loss"] for r in rows[-max(1, len(rows) // 20) :]]
+    train_loss = world.mean(torch.tensor([sum(last) / len(last)], dtype=torch.float64), purpose="summary").item()
+    val_loss = rows[-1]["val_loss"]
+    tokens = t.steps * t.global_batch * t.seq_len
+    flops = training_flops(config.model, t.steps * t.global_batch, t.seq_len)
+    summary = {
+        "complete": True,
+        "run": config.to_dict(),
+        "val_loss": val_loss,
+        "val_perplexity": math.exp(val_loss),
+        "train_loss": train_loss,
+        "tokens": tokens,
+        "parameters": parameters(config.model).total,
+        "training_flops": flops,
+        "sent_bytes": sent,
+        "sent_bytes_closed_form": trainer.engine.sent_bytes(),
+        "sent_bytes_per_rank": everyone[:, 0].tolist(),
+        "peak_step_bytes": int(everyone[:, 1].max()),
+        "environment": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "device": torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else platform.machine(),
+            "transport": type(world.transport).__name__,
+            "reduction": world.reduction,
+        },
+    }
+    weights = trainer.engine.weights()
+    if world.rank == 0:
+        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        peak = torch.cuda.max_memory_allocated(world.device) if world.device.type == "cuda" else resident
+        done = {"seconds": seconds, "tokens_per_s": tokens / seconds, "peak_memory_bytes": peak}
+        if world.trace is not None:
+            done["utilisation"] = world.trace.utilisation(seconds)
+        (times / "times.json").write_text(json.dumps(done, indent=1) + "\n")
+        for old in times.glob("elapsed-*.json"):
+            old.unlink()
+        save_tensors(weights, out / "model.safetensors")
+        (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    checkpoints.clear()
+    return summary
+
+
+def _overrides(pairs: list[str]) -> dict[str, Any]:
+    """["train.steps=60"] -> {"train": {"steps": 60}}."""
+    out: dict[str, Any] = {}
+    for pair in pairs:
+        key, eq, value = pair.partition("=")
+        if not eq:
+            raise ConfigError(f"--set {pair} must be section.key=value")
+        *sections, last = key.split(".")
+        level = out
+        for section in sections:
+            level = level.setdefault(section, {})
+        level[last] = yaml.safe_load(value)
+    return out
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; see `--help`."""
+    parser = argparse.ArgumentParser(prog="python -m lowcomm.train", description=__doc__.split("\n")[0])
+    parser.add_argument("run", help="a run of params.yaml")
+    parser.add_argument("--scale", help="smoke, laptop, gpu or paper (default: params.yaml's)")
+    parser.add_argument("--seed", type=int, help="default: the run's first")
+    parser.add_argument("--out", type=Path, help="run folder (default: build/runs/SCALE/RUN/seedN)")
+    parser.add_argument("--times", type=Path, help="folder for times (default: build/times/...)")
+    parser.add_argument("--data", type=Path, help="prepared corpus (default: build/data/SCALE/CORPUS)")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override a setting")
+    args = parser.parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    stop_on_sigterm()
+    world: World | None = None
+    try:
+        run = cfg.run_config(args.run, seed=args.seed, scale=args.scale, **_overrides(args.set))
+        out = args.out or cfg.run_dir(run.name, run.scale, run.seed)
+        times = args.times or cfg.times_dir(run.name, run.scale, run.seed)
+        data = args.data or cfg.data_dir(run.data.corpus, run.scale)
+
+        def work(world: World) -> dict[str, Any]:
+            return train(run, world, data, out, times)
+
+        if "TORCHELASTIC_RUN_ID" in os.environ or "RANK" in os.environ:
+            world = world_from_torchrun(replicas=run.replicas, comm=run.comm)
+            work(world)
+            world.close()
+        else:
+            run_threads(work, replicas=run.replicas, comm=run.comm)
+    except Exception as error:
+        rank = os.environ.get("RANK", "0")
+        if isinstance(error, ValueError | RuntimeError):
+            log.error("rank %s: %s: %s", rank, type(error).__name__, error)
+        else:
+            traceback.print_exc()
+        if world is not None:
+            world.transport.abort(f"rank {rank} failed: {type(error).__name__}: {error}")
+        sys.stderr.flush()
+        os._exit(1)  # wires may still wait for peers; nothing here is worth waiting for
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

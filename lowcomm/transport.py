@@ -1,0 +1,262 @@
+"""Two ways for ranks to swap tensors: processes (torch.distributed) and threads.
+
+This is the only module that touches torch.distributed's communication. Both transports offer
+one primitive, `swap`: post some messages, then take some. A message is a header (what the sender
+believes it is doing, and when it began) and a payload, so ranks that disagree find out by name
+before any byte lands in the wrong place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+HEADER_BYTES = 512
+
+
+class CommError(RuntimeError):
+    """Ranks disagree, or one is gone. The message names the ranks, the verb and the purpose."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """What travels before a payload."""
+
+    op: str  # verb, purpose and sequence number, with the shape and dtype all must agree on
+    shape: tuple[int, ...]  # of this payload
+    dtype: str
+    begin: float  # when its first bit left, on the sender's clock
+
+    def pack(self) -> Tensor:
+        raw = json.dumps([self.op, self.shape, self.dtype, self.begin]).encode()
+        if len(raw) > HEADER_BYTES:
+            raise ValueError(f"header of {len(raw)} bytes is longer than {HEADER_BYTES}: {raw!r}")
+        return torch.frombuffer(bytearray(raw.ljust(HEADER_BYTES)), dtype=torch.uint8)
+
+    @staticmethod
+    def unpack(packed: Tensor) -> Header:
+        op, shape, dtype, begin = json.loads(bytes(packed.numpy()))
+        return Header(op, tuple(shape), dtype, begin)
+
+
+Outgoing = tuple[int, Header, Tensor]  # destination rank, header, contiguous payload
+Incoming = tuple[int, Callable[[Header], Tensor]]  # source rank, header -> buffer (or CommError)
+
+
+class Transport(Protocol):
+    """What World needs of a transport."""
+
+    rank: int
+    size: int
+
+    def swap(self, channel: int, out: list[Outgoing], into: list[Incoming], *, buffered: bool = False) -> None:
+        """Post `out`, then fill `into` in order. Buffered: return before the receivers took `out`."""
+
+    def note(self, key: str, value: str) -> None:
+        """Leave a short note that every rank can read, also while others compute."""
+
+    def read(self, key: str) -> str | None:
+        """A note, or None; never blocks."""
+
+    def abort(self, reason: str) -> None:
+        """Tell all ranks why this one gives up."""
+
+    def close(self) -> None: ...
+
+
+class ThreadHub:
+    """Mailboxes, notes and the reason of an abort, shared by the ranks of one process."""
+
+    def __init__(self, size: int, timeout_s: float):
+        self.size, self.timeout_s = size, timeout_s
+        self._boxes: dict[tuple[int, int, int], queue.SimpleQueue] = {}
+        self._notes: dict[str, str] = {}
+        self._lock = threading.Lock()
+        self.aborted = ""
+
+    def box(self, src: int, dst: int, channel: int) -> queue.SimpleQueue:
+        with self._lock:
+            return self._boxes.setdefault((src, dst, channel), queue.SimpleQueue())
+
+    def abort(self, reason: str) -> None:
+        with self._lock:
+            self.aborted = self.aborted or reason
+            boxes = list(self._boxes.values())
+        for box in boxes:  # wake everyone who waits
+            box.put(None)
+
+
+class ThreadTransport:
+    """Ranks as threads of one process: for a notebook cell, a test, many replicas on one GPU."""
+
+    def __init__(self, hub: ThreadHub, rank: int):
+        self.hub, self.rank, self.size = hub, rank, hub.size
+
+    def swap(self, channel: int, out: list[Outgoing], into: list[Incoming], *, buffered: bool = False) -> None:
+        for dst, header, payload in out:
+            # A copy, because the sender may change its tensor before the receiver looks.
+            self.hub.box(self.rank, dst, channel).put((header, payload.clone()))
+        for src, accept in into:
+            box = self.hub.box(src, self.rank, channel)  # before the check: an abort wakes the boxes it finds
+            if self.hub.aborted:
+                raise CommError(self.hub.aborted)
+            try:
+                message = box.get(timeout=self.hub.timeout_s)
+            except queue.Empty:
+                raise CommError(f"no word from rank {src} in {self.hub.timeout_s:g} s") from None
+            if message is None:
+                raise CommError(self.hub.aborted)
+            header, payload = message
+            buffer = accept(header)
+            if buffer.numel():
+                buffer.copy_(payload.view(buffer.shape))
+
+    def note(self, key: str, value: str) -> None:
+        self.hub._notes[key] = value
+
+    def read(self, key: str) -> str | None:
+        return self.hub._notes.get(key)
+
+    def abort(self, reason: str) -> None:
+        self.hub.abort(reason)
+
+    def close(self) -> None: ...
+
+
+def _bytes_of(x: Tensor) -> Tensor:
+    return x.reshape(-1).view(torch.uint8)
+
+
+class ProcessTransport:
+    """Ranks as processes under torchrun: gloo on the CPU, NCCL between GPUs.
+
+    With gloo a tensor on a GPU is staged through the CPU, so several ranks may share one GPU.
+    """
+
+    def __init__(self, backend: str, timeout_s: float):
+        missing = [k for k in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if k not in os.environ]
+        if missing:
+            raise CommError(f"not under torchrun: {', '.join(missing)} not set")
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+        gpus = torch.cuda.device_count()
+        if backend == "nccl" and gpus < local:
+            raise CommError(
+                f"comm.backend = nccl needs a GPU for each rank: {local} ranks on this machine, {gpus} GPUs;"
+                " use gloo to share GPUs or the CPU"
+            )
+        self.uses_nccl = backend == "nccl" or (backend == "auto" and gpus >= local)
+        self.timeout = datetime.timedelta(seconds=timeout_s)
+        store, self.rank, self.size = next(iter(dist.rendezvous("env://")))
+        self._store = store.clone()  # its own connection: notes are read while other calls block
+        if self.uses_nccl:
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if self.uses_nccl else "gloo",
+            store=store,
+            rank=self.rank,
+            world_size=self.size,
+            timeout=self.timeout,
+        )
+        self._posted: deque = deque()  # buffered sends still under way: (work, tensors kept alive, dst)
+        self._lock = threading.Lock()
+
+    def _wait(self, work: dist.Work, what: str) -> None:
+        try:
+            work.wait(self.timeout)
+        except RuntimeError as error:
+            reason = self.read("abort")
+            raise CommError(f"{what}: {reason or str(error).splitlines()[0]}") from None
+
+    def _post(self, dst: int, tensor: Tensor, tag: int) -> dist.Work:
+        try:
+            return dist.isend(tensor, dst, tag=tag)
+        except RuntimeError as error:
+            raise CommError(f"sending to rank {dst}: {self.read('abort') or str(error).splitlines()[0]}") from None
+
+    def _take(self, src: int, tensor: Tensor, tag: int) -> None:
+        try:
+            work = dist.irecv(tensor, src, tag=tag)
+        except RuntimeError as error:
+            raise CommError(f"waiting for rank {src}: {self.read('abort') or str(error).splitlines()[0]}") from None
+        self._wait(work, f"waiting for rank {src}")
+
+    def swap(self, channel: int, out: list[Outgoing], into: list[Incoming], *, buffered: bool = False) -> None:
+        on_gpu = self.uses_nccl and any(x.is_cuda for _, _, x in out)
+        sends = []
+        for dst, header, payload in out:
+            packed = header.pack()
+            sends.append((self._post(dst, packed, 2 * channel), packed, dst))
+            if payload.numel() and not on_gpu:
+                wire = _bytes_of(payload.cpu() if payload.is_cuda else payload.clone() if buffered else payload)
+                sends.append((self._post(dst, wire, 2 * channel + 1), wire, dst))
+        buffers = []
+        for src, accept in into:
+            packed = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+            self._take(src, packed, 2 * channel)
+            buffer = accept(Header.unpack(packed))
+            buffers.append((src, buffer))
+            if buffer.numel() and not (self.uses_nccl and buffer.is_cuda):
+                wire = torch.empty_like(buffer, device="cpu") if buffer.is_cuda else buffer
+                self._take(src, _bytes_of(wire), 2 * channel + 1)
+                if wire is not buffer:
+                    buffer.copy_(wire)
+        if self.uses_nccl:
+            self._swap_on_gpus([(d, x) for d, _, x in out], buffers)
+        if buffered:
+            with self._lock:
+                self._posted.extend(sends)
+                late = [self._posted.popleft() for _ in range(len(self._posted) - 64)]
+        else:
+            late = sends
+        for work, _, dst in late:
+            self._wait(work, f"sending to rank {dst}")
+
+    def _swap_on_gpus(self, out: list[tuple[int, Tensor]], into: list[tuple[int, Tensor]]) -> None:
+        # One group, because NCCL's sends and receives between a pair block each other otherwise.
+        calls = [dist.P2POp(dist.isend, x, dst) for dst, x in out if x.is_cuda and x.numel()]
+        calls += [dist.P2POp(dist.irecv, x, src) for src, x in into if x.is_cuda and x.numel()]
+        for work in dist.batch_isend_irecv(calls) if calls else []:
+            self._wait(work, "swapping between GPUs")
+
+    def all_reduce(self, x: Tensor, group: dist.ProcessGroup) -> None:
+        """The backend's own sum, in its own order."""
+        staged = x if self.uses_nccl or not x.is_cuda else x.cpu()
+        self._wait(dist.all_reduce(staged, group=group, async_op=True), "native reduction")
+        if staged is not x:
+            x.copy_(staged)
+
+    def group(self, ranks: list[int]) -> dist.ProcessGroup:
+        """A process group; every rank must ask for the same ones in the same order."""
+        return dist.new_group(ranks)
+
+    def note(self, key: str, value: str) -> None:
+        self._store.set(f"lowcomm/{key}", value)
+
+    def read(self, key: str) -> str | None:
+        try:
+            if self._store.check([f"lowcomm/{key}"]):
+                return self._store.get(f"lowcomm/{key}").decode()
+        except RuntimeError:  # the store's own process is gone
+            pass
+        return None
+
+    def abort(self, reason: str) -> None:
+        with contextlib.suppress(RuntimeError):  # the store's own process is gone
+            self.note("abort", reason)
+
+    def close(self) -> None:
+        for work, _, dst in self._posted:
+            self._wait(work, f"sending to rank {dst}")
+        dist.destroy_process_group()

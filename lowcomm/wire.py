@@ -1,0 +1,151 @@
+"""What a wire costs: the byte ledger, the link model, the two clocks and the trace.
+
+A link has a rate and a latency, and each rank has one per axis, full duplex. A message of S
+bytes leaves when its sender's side is free, and arrives
+
+    begin   = max(sent, egress free)                      at the sender
+    arrival = max(begin + latency, ingress free) + 8 S / rate   at the receiver
+
+so simultaneous messages share a rank's rate both ways. In real time the receiver sleeps until
+`arrival`; in virtual time nobody sleeps and each rank's clock is moved there instead.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Link:
+    """Rate in bits per second (0: unlimited) and latency in seconds of a rank's wire on one axis."""
+
+    bits_per_second: float = 0.0
+    latency_s: float = 0.0
+
+    def seconds(self, nbytes: int) -> float:
+        """Time that `nbytes` occupy the wire."""
+        return 8 * nbytes / self.bits_per_second if self.bits_per_second else 0.0
+
+
+class Ledger:
+    """Bytes this rank sent, by axis, purpose and step. Payloads only, as packed; framing is not billed."""
+
+    def __init__(self) -> None:
+        self._bytes: dict[tuple[str, str], dict[int, int]] = defaultdict(lambda: defaultdict(int))
+
+    def bill(self, axis: str, purpose: str, step: int, nbytes: int) -> None:
+        if nbytes:
+            self._bytes[axis, purpose][step] += nbytes
+
+    def total(self, axis: str | None = None, purpose: str | None = None) -> int:
+        """Bytes sent, over all axes or purposes where none is named."""
+        return sum(
+            sum(steps.values()) for (a, p), steps in self._bytes.items() if axis in (None, a) and purpose in (None, p)
+        )
+
+    def by_purpose(self) -> dict[str, int]:
+        """{"axis/purpose": bytes}, sorted."""
+        return {f"{a}/{p}": sum(steps.values()) for (a, p), steps in sorted(self._bytes.items())}
+
+    def by_step(self, axis: str, purpose: str) -> dict[int, int]:
+        """{step: bytes} of one purpose."""
+        return dict(self._bytes[axis, purpose])
+
+    def peak_step_bytes(self) -> int:
+        """Most bytes sent in any one step."""
+        steps: dict[int, int] = defaultdict(int)
+        for entry in self._bytes.values():
+            for step, nbytes in entry.items():
+                steps[step] += nbytes
+        return max(steps.values(), default=0)
+
+    def state(self) -> list[list]:
+        """Plain lists for a checkpoint."""
+        return [[a, p, sorted(steps.items())] for (a, p), steps in self._bytes.items()]
+
+    def load(self, state: list[list]) -> None:
+        self._bytes.clear()
+        for axis, purpose, steps in state:
+            for step, nbytes in steps:
+                self.bill(axis, purpose, step, nbytes)
+
+
+class RealClock:
+    """Seconds of the machine's monotonic clock, which ranks on one machine share."""
+
+    is_virtual = False
+
+    def __init__(self) -> None:
+        self._earlier = 0.0  # seconds of the run before a resume
+        self._origin = time.monotonic()
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def elapsed(self) -> float:
+        """Seconds of this run, those before a resume included."""
+        return self._earlier + self.now() - self._origin
+
+    def start(self, earlier: float = 0.0) -> None:
+        self._earlier, self._origin = earlier, self.now()
+
+    def sleep_until(self, instant: float) -> None:
+        if instant > (now := time.monotonic()):
+            time.sleep(instant - now)
+
+    def settle(self, entered: float, finished: float) -> None:
+        """Real time passed by itself."""
+
+
+class VirtualClock(RealClock):
+    """The rank's own time: its computing runs at real speed, its waiting takes what the link says."""
+
+    is_virtual = True
+
+    def __init__(self) -> None:
+        self._lag = time.monotonic()
+        super().__init__()
+        self._origin = self.now()
+
+    def now(self) -> float:
+        return time.monotonic() - self._lag
+
+    def sleep_until(self, instant: float) -> None:
+        """Nothing waits in virtual time."""
+
+    def settle(self, entered: float, finished: float) -> None:
+        """A wait begun at `entered` for something that `finished` then: go to the later of the two."""
+        self._lag = time.monotonic() - max(entered, finished)
+
+
+@dataclass(frozen=True)
+class Span:
+    """One verb in a rank's life, on the rank's clock (seconds)."""
+
+    rank: int
+    axis: str
+    verb: str
+    purpose: str
+    step: int
+    nbytes: int
+    submitted: float  # handed to the wire
+    finished: float  # all of it arrived
+    entered_wait: float  # the rank began to need it
+    left_wait: float  # ... and went on
+
+
+class Trace:
+    """Spans of one rank. Computing is what lies between `left_wait` and the next `submitted` or `entered_wait`."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+
+    def wait_seconds(self) -> float:
+        """Seconds the rank stood still for the wire."""
+        return sum(s.left_wait - s.entered_wait for s in self.spans)
+
+    def utilisation(self, elapsed: float) -> float:
+        """Share of `elapsed` seconds spent computing."""
+        return 1 - self.wait_seconds() / elapsed if elapsed else 1.0

@@ -1,0 +1,1 @@
+"""The notebook runner, the notebook cleaner, the results index and the benchmarks."""

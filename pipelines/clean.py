@@ -1,0 +1,64 @@
+"""Clean notebooks in place, always to the same bytes.
+
+    python -m pipelines.clean            clean all of notebooks/
+    python -m pipelines.clean --check    say which are not clean, change nothing
+
+Outputs go, except those of cells that begin with `# NBVAL_CHECK_OUTPUT`, whose exact integers nbval compares.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import nbformat
+
+from lowcomm.config import ROOT
+
+KEEP = "# NBVAL_CHECK_OUTPUT"
+
+
+def cleaned(text: str) -> str:
+    """The clean form of a notebook's JSON text."""
+    notebook = nbformat.reads(text, as_version=4)
+    notebook.nbformat, notebook.nbformat_minor = 4, 5
+    notebook.metadata = {
+        "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+        "language_info": {"name": "python"},
+    }
+    for index, cell in enumerate(notebook.cells):
+        cell.id = f"cell-{index:02d}"
+        tags = cell.metadata.get("tags")
+        cell.metadata = {"tags": tags} if tags else {}
+        cell.source = cell.source.rstrip()
+        if cell.cell_type == "code":
+            cell.execution_count = None
+            kept = cell.outputs if cell.source.startswith(KEEP) else []
+            for output in kept:
+                output.pop("execution_count", None)
+                if output.output_type == "execute_result":
+                    output.execution_count = None
+            cell.outputs = kept
+    return nbformat.writes(notebook, indent=1, ensure_ascii=False).rstrip() + "\n"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; exit status 1 if `--check` finds a notebook that is not clean."""
+    parser = argparse.ArgumentParser(prog="python -m pipelines.clean", description=__doc__.split("\n")[0])
+    parser.add_argument("--check", action="store_true")
+    args = parser.parse_args(argv)
+    dirty = []
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        before = path.read_text()
+        after = cleaned(before)
+        if before != after:
+            dirty.append(path.name)
+            if not args.check:
+                path.write_text(after)
+    for name in dirty:
+        print(f"{'not clean' if args.check else 'cleaned'}: {name}")
+    return 1 if dirty and args.check else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""Run a notebook with parameters: what every DVC stage calls.
+
+    python -m pipelines.run_notebook notebooks/20_train.ipynb train@diloco_m2 -p run diloco_m2
+
+The executed copy goes to build/notebooks/ and its wall-clock time to build/times/; both differ from
+run to run, so nothing depends on them. A parameter that the notebook does not declare is refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import papermill
+import yaml
+
+from lowcomm.config import BUILD, ConfigError, load_params, nearest
+
+
+def check_parameters(notebook: Path, parameters: dict[str, Any]) -> None:
+    """Raise ConfigError for a parameter that is not in the notebook's parameters cell."""
+    declared = papermill.inspect_notebook(str(notebook))
+    for name in parameters:
+        if name not in declared:
+            raise ConfigError(f"{notebook.name} has no parameter {name!r}{nearest(name, declared)}")
+
+
+def run(notebook: Path, name: str, parameters: dict[str, Any]) -> float:
+    """Execute `notebook` and return the seconds it took. Raises what papermill raises when a cell fails."""
+    if not notebook.exists():
+        raise ConfigError(f"no notebook {notebook}")
+    check_parameters(notebook, parameters)
+    scale = parameters.get("scale") or load_params()["scale"]
+    executed = BUILD / "notebooks" / scale / f"{name.replace('@', '-')}.ipynb"
+    executed.parent.mkdir(parents=True, exist_ok=True)
+    begin = time.perf_counter()
+    papermill.execute_notebook(
+        str(notebook),
+        str(executed),
+        parameters=parameters,
+        cwd=str(notebook.parent),
+        kernel_name="python3",
+        progress_bar=sys.stderr.isatty(),
+        request_save_on_cell_execute=True,
+    )
+    seconds = time.perf_counter() - begin
+    times = BUILD / "times" / scale / "stages" / f"{name}.json"
+    times.parent.mkdir(parents=True, exist_ok=True)
+    times.write_text(json.dumps({"stage": name, "seconds": round(seconds, 1)}) + "\n")
+    return seconds
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; see `--help`."""
+    parser = argparse.ArgumentParser(prog="python -m pipelines.run_notebook", description=__doc__.split("\n")[0])
+    parser.add_argument("notebook", type=Path)
+    parser.add_argument("name", help="name of the stage")
+    parser.add_argument("-p", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"), dest="parameters")
+    args = parser.parse_args(argv)
+    try:
+        seconds = run(args.notebook.resolve(), args.name, {k: yaml.safe_load(v) for k, v in args.parameters})
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except papermill.PapermillExecutionError as error:
+        print(f"{args.notebook} failed in cell {error.exec_count}: {error.ename}: {error.evalue}", file=sys.stderr)
+        return 1
+    print(f"{args.name}: {seconds:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""What ranks do in tests: the same functions on both transports. Each returns plain JSON."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowcomm.comm import World
+
+
+def _random(world: World, *shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1000 * seed + world.rank))
+
+
+def verbs(world: World, folder: Path) -> dict[str, Any]:
+    """Every verb once, on odd sizes, with what the ledger says of it."""
+    out: dict[str, Any] = {}
+    for numel in (1, 2, 7, 1001):
+        world.step = numel
+        out[f"mean {numel}"] = world.mean(_random(world, numel), purpose="mean").tolist()
+        out[f"sum {numel}"] = world.sum(_random(world, numel).double(), purpose="sum").tolist()
+        out[f"scatter {numel}"] = world.reduce_scatter(_random(world, numel), purpose="scatter").tolist()
+    mine = torch.full((world.replica + 1,), world.rank, dtype=torch.int32)  # shapes may differ in an exchange
+    out["exchange"] = [x.tolist() for x in world.exchange(mine, purpose="exchange")]
+    out["empty"] = [x.tolist() for x in world.exchange(torch.empty(0), purpose="exchange")]
+    out["broadcast"] = world.broadcast(_random(world, 5), purpose="broadcast", root=1).tolist()
+    pair = [world.replica, world.replica ^ 1]
+    out["pair"] = [x.tolist() for x in world.exchange(_random(world, 3), purpose="pair", group=sorted(pair))]
+    first = world.mean_async(_random(world, 50, seed=1), purpose="async")
+    second = world.mean_async(_random(world, 60, seed=2), purpose="async")
+    out["async"] = [second.wait().tolist(), first.wait().tolist()]
+    if world.replica == 0:
+        world.send(torch.arange(6.0).view(2, 3), 1, purpose="message", axis="replica")
+    if world.replica == 1:
+        out["message"] = world.recv(0, purpose="message", axis="replica").tolist()
+    world.barrier()
+    out["ledger"] = world.ledger.by_purpose()
+    return out
+
+
+def grid(world: World, folder: Path) -> dict[str, Any]:
+    """Each axis adds along its own line of the grid."""
+    me = torch.tensor([float(world.rank)])
+    return {
+        "place": [world.stage, world.replica],
+        "replica": world.sum(me.clone(), purpose="x", axis="replica").item(),
+        "stage": world.sum(me.clone(), purpose="x", axis="stage").item(),
+        "world": world.sum(me.clone(), purpose="x", axis="world").item(),
+    }
+
+
+def native(world: World, folder: Path) -> list[float]:
+    return world.mean(_random(world, 1001), purpose="mean").tolist()
+
+
+def shapes_disagree(world: World, folder: Path) -> None:
+    world.mean(torch.zeros(4 + world.rank), purpose="outer")
+
+
+def verbs_disagree(world: World, folder: Path) -> None:
+    if world.rank == 0:
+        world.mean(torch.zeros(4), purpose="outer")
+    else:
+        world.exchange(torch.zeros(4), purpose="outer")
+
+
+def peer_raises(world: World, folder: Path) -> None:
+    if world.rank == 1:
+        raise ValueError("this rank has had enough")
+    world.mean(torch.zeros(4), purpose="outer")
+
+
+def peer_is_silent(world: World, folder: Path) -> None:
+    if world.rank == 1:
+        time.sleep(8)
+    world.mean(torch.zeros(4), purpose="outer")
+
+
+def peer_is_killed(world: World, folder: Path) -> None:
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    world.mean(torch.zeros(4), purpose="outer")

@@ -1,0 +1,46 @@
+"""Shared set-up: a small corpus, prepared once, and small runs on it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowcomm.comm import World, run_threads
+from lowcomm.config import CorpusConfig, DataConfig, RunConfig, run_config
+from lowcomm.data import prepare
+from lowcomm.train import train
+
+VOCAB = 400
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A prepared corpus of 150,000 characters of docstrings."""
+    folder = tmp_path_factory.mktemp("data") / "docstrings"
+    prepare(CorpusConfig("docstrings"), DataConfig("docstrings", VOCAB, max_characters=150_000), folder)
+    return folder
+
+
+def small_run(run: str = "diloco_m2", **override: Any) -> RunConfig:
+    """A run of params.yaml at smoke scale, made smaller still; sections merge."""
+    base: dict[str, Any] = {
+        "model": {"vocab_size": VOCAB},
+        "data": {"vocab_size": VOCAB},
+        "train": {"steps": 12, "warmup_steps": 3, "eval_every": 0, "eval_sequences": 8},
+    }
+    if run.startswith("diloco"):
+        base["method"] = {"sync_every_steps": 4}
+    for section, values in override.items():
+        base[section] = base.get(section, {}) | values if isinstance(values, dict) else values
+    return run_config(run, scale="smoke", **base)
+
+
+def train_in_threads(config: RunConfig, corpus: Path, out: Path, **kwargs: Any) -> dict[str, Any]:
+    """Train on threads; rank 0's summary."""
+
+    def work(world: World) -> dict[str, Any]:
+        return train(config, world, corpus, out, **kwargs)
+
+    return run_threads(work, replicas=config.replicas, comm=config.comm)[0]

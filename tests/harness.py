@@ -1,0 +1,65 @@
+"""Run one case on both transports: as threads here, or as processes under torchrun.
+
+A case is a function `case(world, folder) -> JSON` in `tests/cases.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from lowcomm.comm import run_threads, world_from_torchrun
+from lowcomm.config import ROOT, CommConfig
+
+
+def as_threads(case: str, replicas: int, folder: Path, *, stages: int = 1, **comm: Any) -> list[Any]:
+    """Results of a case in rank order, each having been through JSON."""
+    from tests import cases
+
+    work = getattr(cases, case)
+    results = run_threads(lambda w: work(w, folder), replicas=replicas, stages=stages, comm=CommConfig(**comm))
+    return json.loads(json.dumps(results))
+
+
+def torchrun(ranks: int, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run `torchrun -m ...` to its end; output is captured, the exit status not checked."""
+    return subprocess.run(torchrun_command(ranks, *words), env=clean_environment(**environment), **_CAPTURE)
+
+
+_CAPTURE: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 240, "check": False}
+
+
+def torchrun_command(ranks: int, *words: str) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", *words]
+
+
+def clean_environment(**more: str) -> dict[str, str]:
+    """This environment without PYTHONWARNINGS=error and the like, so that children see only what is theirs."""
+    return os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"} | more
+
+
+def as_processes(case: str, replicas: int, folder: Path, *, stages: int = 1, **comm: Any) -> list[Any]:
+    """As `as_threads`, under torchrun; a failing rank raises with the output."""
+    done = torchrun(replicas * stages, "tests.harness", case, str(replicas), str(stages), str(folder), json.dumps(comm))
+    if done.returncode:
+        raise RuntimeError(done.stdout + done.stderr)
+    return [json.loads((folder / f"{case}-{r}.json").read_text()) for r in range(replicas * stages)]
+
+
+if __name__ == "__main__":
+    from tests import cases
+
+    name, replicas_, stages_, folder_, comm_ = sys.argv[1:]
+    world = world_from_torchrun(replicas=int(replicas_), stages=int(stages_), comm=CommConfig(**json.loads(comm_)))
+    try:
+        result = getattr(cases, name)(world, Path(folder_))
+    except Exception as error:
+        print(f"rank {world.rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        world.transport.abort(str(error))
+        os._exit(3)
+    (Path(folder_) / f"{name}-{world.rank}.json").write_text(json.dumps(result))
+    world.close()

@@ -1,0 +1,91 @@
+"""Closed forms against what torch executes and allocates."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from lowcomm.accounting import forward_flops, mean_bytes, memory, rounds, shares, training_flops
+from lowcomm.config import MethodConfig, TrainConfig
+from lowcomm.model import Decoder, ModelConfig
+from lowcomm.outer import LocalUpdates
+from lowcomm.train import inner_optimizer
+from tests.test_model import SMALL, VARIANTS
+
+TRAIN = TrainConfig(steps=10, global_batch=2, seq_len=16, lr=1e-3, warmup_steps=1, eval_every=0, eval_sequences=2)
+
+
+@pytest.mark.parametrize("change", VARIANTS.values(), ids=VARIANTS.keys())
+def test_flops_are_what_torch_counts(change: dict) -> None:
+    config: ModelConfig = dataclasses.replace(SMALL, **change)
+    model = Decoder(config).initialise(0)
+    tokens = torch.randint(0, config.vocab_size, (3, 12))
+    # The CPU's fused attention has no entry in torch's counter; the plain one is the same arithmetic.
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        loss, _ = model.losses(tokens[:, :-1], tokens[:, 1:])
+    assert counter.get_total_flops() == forward_flops(config, 3, 11)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        loss, _ = model.losses(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+    assert counter.get_total_flops() == training_flops(config, 3, 11)
+
+
+@pytest.mark.parametrize(
+    ("outer", "buffers", "offload"), [("average", 1, False), ("nesterov", 2, False), ("nesterov", 2, True)]
+)
+@pytest.mark.parametrize("inner", ["adamw", "sgd"])
+def test_memory_is_what_is_allocated(outer: str, buffers: int, offload: bool, inner: str) -> None:
+    from lowcomm.comm import run_threads
+
+    method = MethodConfig("parameters", 2, outer=outer, offload_outer=offload)
+    train = dataclasses.replace(TRAIN, optimizer=inner)
+
+    def work(world) -> tuple[int, int, int, int]:
+        model = Decoder(SMALL).initialise(0)
+        engine = LocalUpdates(model, world, method, train)
+        optimizer = inner_optimizer(model, train)
+        tokens = torch.randint(0, 50, (2, 17))
+        model.losses(tokens[:, :-1], tokens[:, 1:])[0].backward()
+        optimizer.step()
+        states = [t for s in optimizer.state.values() for k, t in s.items() if k != "step" and t is not None]
+        return tuple(
+            sum(t.numel() * t.element_size() for t in tensors)
+            for tensors in (
+                list(model.parameters()),
+                [p.grad for p in model.parameters()],
+                states,
+                list(engine.buffers().values()),
+            )
+        )
+
+    (found,) = run_threads(work, replicas=1)
+    numel = sum(p.numel() for p in Decoder(SMALL).parameters())
+    expected = memory(numel, inner=inner, outer_buffers=buffers, offload=offload)
+    assert found == (expected.weights, expected.gradients, expected.optimizer, expected.outer)
+    assert expected.on_device == sum(found) - (expected.outer if offload else 0)
+
+
+def test_shares_cover_every_value_once() -> None:
+    for numel in (0, 1, 5, 12, 1001):
+        for ranks in (1, 2, 3, 8):
+            parts = shares(numel, ranks)
+            assert [i for begin, end in parts for i in range(begin, end)] == list(range(numel))
+            sizes = [end - begin for begin, end in parts]
+            assert max(sizes) - min(sizes) <= 1
+
+
+def test_a_mean_sends_the_bytes_of_a_ring() -> None:
+    assert mean_bytes(1000, 4, 1) == 0
+    assert mean_bytes(1000, 4, 2) == 4000  # 2 (R-1)/R = 1
+    assert mean_bytes(1000, 4, 4) == 6000  # 2 (R-1)/R = 1.5
+    for ranks in (2, 3, 5, 8):
+        total = sum(mean_bytes(1001, 4, ranks, r) for r in range(ranks))
+        assert total == 2 * (ranks - 1) * 1001 * 4  # every value goes to R-1 others and its sum comes back
+
+
+def test_an_unfinished_last_round_counts() -> None:
+    assert [rounds(t, 30) for t in (30, 31, 59, 60, 61)] == [1, 2, 2, 2, 3]

@@ -1,0 +1,186 @@
+"""World: the same answers and the same bytes on both transports, and no hang when ranks disagree."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from lowcomm.accounting import mean_bytes, ring_seconds, shares
+from lowcomm.comm import CommError, World, run_threads
+from lowcomm.config import ROOT, CommConfig, ConfigError
+from lowcomm.transport import ThreadHub, ThreadTransport
+from lowcomm.wire import VirtualClock
+from tests.harness import as_processes, as_threads
+
+
+@pytest.fixture(scope="module")
+def verbs(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    return as_threads("verbs", 4, tmp_path_factory.mktemp("verbs"))
+
+
+def test_threads_equal_processes_bit_for_bit(verbs: list[dict], tmp_path: Path) -> None:
+    assert as_processes("verbs", 4, tmp_path) == verbs
+
+
+def _expected(numel: int, ranks: int, seed: int = 0) -> torch.Tensor:
+    parts = [torch.randn(numel, generator=torch.Generator().manual_seed(1000 * seed + r)) for r in range(ranks)]
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+@pytest.mark.parametrize("numel", [1, 2, 7, 1001])
+def test_a_mean_adds_in_rank_order(verbs: list[dict], numel: int) -> None:
+    expected = _expected(numel, 4) / 4
+    for out in verbs:
+        assert torch.equal(torch.tensor(out[f"mean {numel}"]), expected)
+
+
+def test_a_reduce_scatter_gives_each_rank_its_share(verbs: list[dict]) -> None:
+    total = _expected(1001, 4)
+    for rank, (begin, end) in enumerate(shares(1001, 4)):
+        assert torch.equal(torch.tensor(verbs[rank]["scatter 1001"]), total[begin:end])
+
+
+def test_exchange_message_and_broadcast_carry_what_was_given(verbs: list[dict]) -> None:
+    ones = torch.randn(5, generator=torch.Generator().manual_seed(1))
+    for out in verbs:
+        assert out["exchange"] == [[r] * (r + 1) for r in range(4)]
+        assert out["empty"] == [[], [], [], []]
+        assert torch.equal(torch.tensor(out["broadcast"]), ones)
+    assert verbs[1]["message"] == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+    assert verbs[2]["pair"] == verbs[3]["pair"] != verbs[0]["pair"]
+
+
+def test_asynchronous_verbs_may_be_waited_for_in_any_order(verbs: list[dict]) -> None:
+    for out in verbs:
+        assert torch.equal(torch.tensor(out["async"][1]), _expected(50, 4, seed=1) / 4)
+        assert torch.equal(torch.tensor(out["async"][0]), _expected(60, 4, seed=2) / 4)
+
+
+def test_ledger_bytes_equal_the_closed_form(verbs: list[dict]) -> None:
+    sizes = (1, 2, 7, 1001)
+    for rank, out in enumerate(verbs):
+        assert out["ledger"]["replica/mean"] == sum(mean_bytes(n, 4, 4, rank) for n in sizes)
+        assert out["ledger"].get("replica/sum", 0) == sum(mean_bytes(n, 8, 4, rank) for n in sizes)
+        assert out["ledger"]["replica/exchange"] == 3 * 4 * (rank + 1)
+        assert out["ledger"]["replica/pair"] == 12
+        assert out["ledger"]["replica/async"] == mean_bytes(50, 4, 4, rank) + mean_bytes(60, 4, 4, rank)
+        assert out["ledger"].get("replica/broadcast", 0) == (3 * 20 if rank == 1 else 0)
+        assert out["ledger"].get("replica/message", 0) == (24 if rank == 0 else 0)
+
+
+def test_axes_are_the_lines_of_the_grid(tmp_path: Path) -> None:
+    threads = as_threads("grid", 2, tmp_path, stages=2)
+    assert [r["place"] for r in threads] == [[0, 0], [0, 1], [1, 0], [1, 1]]
+    assert [r["replica"] for r in threads] == [1.0, 1.0, 5.0, 5.0]
+    assert [r["stage"] for r in threads] == [2.0, 4.0, 2.0, 4.0]
+    assert [r["world"] for r in threads] == [6.0] * 4
+    assert as_processes("grid", 2, tmp_path, stages=2) == threads
+
+
+def test_native_reductions_agree_to_rounding(tmp_path: Path) -> None:
+    ours = as_threads("native", 2, tmp_path)[0]
+    native = as_processes("native", 2, tmp_path, reduction="native")[0]
+    # Two summands commute, so even another order gives the same bits.
+    assert native == ours
+    with pytest.raises(ConfigError, match="native needs processes"):
+        as_threads("native", 2, tmp_path, reduction="native")
+
+
+@pytest.mark.parametrize(
+    ("case", "theirs"),
+    [
+        ("shapes_disagree", {0: r"sum #0 of float32\[4\] for 'outer'", 1: r"sum #0 of float32\[5\] for 'outer'"}),
+        ("verbs_disagree", {0: r"sum #0 of float32\[4\] for 'outer'", 1: r"exchange #0 of torch.float32"}),
+    ],
+)
+def test_ranks_that_disagree_hear_of_it_by_name(case: str, theirs: dict[int, str], tmp_path: Path) -> None:
+    # Either rank may notice first; its message names what it does itself and what the other does.
+    message = "|".join(
+        rf"rank {r} \(replica {r} of 2\), step 0, {theirs[r]}.*: rank {1 - r} is in {theirs[1 - r]}" for r in (0, 1)
+    )
+    with pytest.raises(CommError, match=message):
+        as_threads(case, 2, tmp_path)
+    with pytest.raises(RuntimeError, match=message) as processes:
+        as_processes(case, 2, tmp_path)
+    for rank in (0, 1):
+        assert f"rank {rank}: CommError: rank {rank} (replica {rank} of 2)" in str(processes.value)
+
+
+def test_a_rank_that_raises_ends_all_with_its_reason(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="this rank has had enough"):
+        as_threads("peer_raises", 2, tmp_path)
+    with pytest.raises(RuntimeError) as processes:
+        as_processes("peer_raises", 2, tmp_path)
+    assert "rank 1: ValueError: this rank has had enough" in str(processes.value)
+
+
+def test_a_silent_rank_times_out_by_name(tmp_path: Path) -> None:
+    with pytest.raises(CommError, match=r"rank 0 .*sum #0 of float32\[4\] for 'outer': no word from rank 1 in 1 s"):
+        as_threads("peer_is_silent", 2, tmp_path, timeout_s=1)
+    with pytest.raises(RuntimeError, match=r"rank 0 .*for 'outer': waiting for rank 1: .*[Tt]imed out"):
+        as_processes("peer_is_silent", 2, tmp_path, timeout_s=3)
+
+
+def test_a_killed_rank_is_missed_by_name(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"rank 0 .*for 'outer': (waiting for|sending to) rank 1"):
+        as_processes("peer_is_killed", 2, tmp_path, timeout_s=60)
+
+
+def test_ranks_must_fill_the_grid() -> None:
+    with pytest.raises(ConfigError, match="4 ranks cannot form 3 replicas x 1 stages"):
+        World(ThreadTransport(ThreadHub(4, 1.0), 0), replicas=3)
+
+
+def test_narrow_floats_are_not_summed() -> None:
+    with pytest.raises(TypeError, match="bfloat16 loses bits when summed"):
+        run_threads(lambda w: w.mean(torch.zeros(4, dtype=torch.bfloat16), purpose="x"), replicas=2)
+
+
+class _OnlyTheLink(VirtualClock):
+    """A virtual clock on which computing takes no time, so that tests can be exact."""
+
+    def __init__(self) -> None:
+        self._time = 0.0
+        super().__init__()
+
+    def now(self) -> float:
+        return self._time
+
+    def settle(self, entered: float, finished: float) -> None:
+        self._time = max(entered, finished)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_virtual_link_takes_what_the_closed_form_says(ranks: int) -> None:
+    payload, rate, latency_s = 1_000_000, 80e6, 0.01
+
+    def work(world: World) -> list[float]:
+        world.clock = _OnlyTheLink()
+        world.mean(torch.zeros(payload // 4), purpose="outer")
+        once = world.clock.now()
+        handles = [world.mean_async(torch.zeros(payload // 4), purpose="outer") for _ in range(2)]
+        for handle in handles:
+            handle.wait()
+        return [once, world.clock.now()]
+
+    comm = CommConfig(clock="virtual", link_mbit_per_s=rate / 1e6, link_latency_ms=latency_s * 1e3)
+    expected = ring_seconds(payload, ranks, rate, latency_s)
+    for once, thrice in run_threads(work, replicas=ranks, comm=comm):
+        assert once == pytest.approx(expected, rel=1e-12)
+        assert thrice == pytest.approx(3 * expected, rel=1e-12)  # an axis' wire does one thing at a time
+
+
+def test_only_transport_talks_to_torch_distributed() -> None:
+    allowed = {"transport.py": "import torch.distributed as dist", "fsdp.py": "from torch.distributed."}
+    for path in sorted((ROOT / "lowcomm").glob("*.py")):
+        for line in path.read_text().splitlines():
+            if re.match(r"\s*(import|from) torch\.distributed|.*torch\.distributed\.\w+\(", line):
+                assert line.strip().startswith(allowed.get(path.name, "never")), f"{path.name}: {line}"
+    fsdp = (ROOT / "lowcomm" / "fsdp.py").read_text()
+    assert not re.search(r"all_reduce|all_gather_into|isend|irecv|dist\.", fsdp)
