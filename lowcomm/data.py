@@ -24,7 +24,7 @@ import numpy as np
 import sentencepiece as spm
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from lowcomm.config import ConfigError, CorpusConfig, DataConfig, corpus_configs, data_dir, load_params
 from lowcomm.corpora import documents, sources

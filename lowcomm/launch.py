@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from lowcomm.config import ROOT, RunConfig, data_dir, run_config, run_dir, times_dir
 from lowcomm.stop import LAUNCHER_VARIABLE

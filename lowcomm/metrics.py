@@ -41,7 +41,7 @@ class Metrics:
         self._file.flush()
 
     def close(self) -> None:
-        self.write()
+        """Let go of the file; rows that were not written are dropped, as by a kill."""
         self._file.close()
 
 

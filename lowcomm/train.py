@@ -242,11 +242,13 @@ def train(
             _save(trainer, checkpoints, metrics, clock, step, run, times)
             log.info("stopped %s after step %d; the same command continues", config.name, step)
             return {"complete": False, "step": step}
-        metrics.close()
-        clock.close()
+        metrics.write()
+        clock.write()
         return _finish(trainer, checkpoints, out, times)
     finally:
         stop.close()
+        metrics.close()
+        clock.close()
 
 
 def _save(

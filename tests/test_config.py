@@ -1,0 +1,122 @@
+"""params.yaml: coercion by declared type, and errors that name the value and the rule."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import yaml
+
+from lowcomm.config import ROOT, ConfigError, build, load_params, run_config, run_seeds
+from lowcomm.model import Decoder, ModelConfig
+from tests.conftest import small_run
+
+PARAMS = load_params()
+
+
+def test_every_run_is_valid_at_every_scale() -> None:
+    import torch
+
+    for scale in PARAMS["scales"]:
+        for run in PARAMS["runs"]:
+            config = run_config(run, scale=scale)
+            with torch.device("meta"):  # the paper's sizes are built, not run
+                Decoder(config.model)
+
+
+def test_numbers_that_yaml_reads_as_strings_are_numbers() -> None:
+    assert yaml.safe_load("lr: 1e-4") == {"lr": "1e-4"}
+    config = run_config("data_parallel", scale="smoke", train={"lr": "1e-4", "steps": "1e2"})
+    assert config.train.lr == 1e-4
+    assert config.train.steps == 100
+
+
+def _changed(path: str, value: Any) -> dict:
+    params = copy.deepcopy(PARAMS)
+    *sections, last = path.split("/")
+    level = params
+    for section in sections:
+        level = level[section]
+    level[last] = value
+    return params
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (
+            "methods/diloco/sync_evry_steps",
+            3,
+            "unknown key diloco_m2.method.sync_evry_steps; did you mean 'sync_every_",
+        ),
+        ("scales/smoke/train/warmupsteps", 3, "unknown key diloco_m2.train.warmupsteps; did you mean 'warmup_steps'"),
+        ("runs/diloco_m2/replica", 3, "unknown key runs.diloco_m2.replica; did you mean 'replicas'"),
+        ("runs/diloco_m2/method", "dilco", "no method named 'dilco'; did you mean 'diloco'"),
+        ("methods/diloco/outer", "nestrov", "method.outer = 'nestrov' is not a valid choice; did you mean 'nesterov'"),
+        ("methods/diloco/codec", "fp31", "method.codec = 'fp31' is not a valid choice; did you mean 'fp32'"),
+        ("scales/smoke/train/lr", "fast", "train.lr = 'fast' must be a number"),
+        ("scales/smoke/train/steps", 2.5, "train.steps = 2.5 must be a whole number"),
+        ("scales/smoke/model/qk_norm", "yes", "model.qk_norm = 'yes' must be true or false"),
+        ("scales/smoke/train", 7, "train must be a mapping of settings, got 7"),
+        ("methods/diloco/sync_every_steps", 0, r"\(H\) = 0 must be between 1 and train.steps = 60"),
+        ("methods/diloco/sync_every_steps", 61, r"\(H\) = 61 must be between 1 and train.steps = 60"),
+        ("runs/diloco_m2/replicas", 3, "global_batch = 4 does not split into 3 replicas x 1 micro-batches; .* of 3"),
+        ("runs/diloco_m2/replicas", 0, "replicas must be at least 1, got 0"),
+        ("scales/smoke/train/global_batch", 0, "train.global_batch must be at least 1, got 0"),
+        ("scales/smoke/train/seq_len", 64, "train.seq_len = 64 is longer than model.seq_len = 32"),
+        ("scales/smoke/data/vocab_size", 300, "data.vocab_size = 300 and model.vocab_size = 512 must be equal"),
+        ("methods/diloco/outer_momentum", 1.0, r"outer_momentum must be in \[0, 1\), got 1.0"),
+        ("methods/diloco/outer", "average", "method.outer = average exchanges the parameters themselves"),
+        (
+            "methods/diloco/exchange",
+            "gradients",
+            "method.sync_every_steps means nothing with method.exchange = gradients",
+        ),
+        ("scales/smoke/model/heads", 3, "diloco_m2.model: model.heads = 3 does not divide model.dim = 16"),
+    ],
+)
+def test_bad_settings_are_refused_by_name(path: str, value: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run_config("diloco_m2", scale="smoke", params=_changed(path, value))
+
+
+def test_unknown_names_suggest_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="no run named 'diloko_m2'; did you mean 'diloco_m2'"):
+        run_config("diloko_m2")
+    with pytest.raises(ConfigError, match="no scale named 'labtop'; did you mean 'laptop'"):
+        run_config("diloco_m2", scale="labtop")
+    with pytest.raises(ConfigError, match="no preset named 'streaming_diloco/1c'; did you mean 'streaming_diloco/1b'"):
+        run_config("diloco_m2", scale="smoke", model={"preset": "streaming_diloco/1c"})
+
+
+def test_missing_settings_are_named() -> None:
+    with pytest.raises(ConfigError, match="model lacks layers, ffn_dim, vocab_size, seq_len"):
+        build(ModelConfig, {"dim": 8, "heads": 2}, "model")
+
+
+def test_a_preset_is_a_base_that_settings_override() -> None:
+    size = {"vocab_size": 512, "seq_len": 32}
+    config = run_config("diloco_m2", scale="smoke", model={"preset": "streaming_diloco/35m"} | size)
+    assert (config.model.dim, config.model.layers, config.model.vocab_size) == (16, 2, 512)
+    params = _changed("scales/smoke/model", {"preset": "streaming_diloco/35m"} | size)
+    assert run_config("diloco_m2", scale="smoke", params=params).model.dim == 512
+
+
+def test_identity_leaves_out_the_wire() -> None:
+    quick, slow = small_run(), small_run(comm={"link_mbit_per_s": 80, "clock": "virtual"})
+    assert quick != slow
+    assert quick.identity() == slow.identity()
+    assert quick.identity() != small_run(train={"lr": 0.5}).identity()
+
+
+def test_the_smoke_scale_takes_one_seed() -> None:
+    assert run_seeds("diloco_m2", scale="laptop") == [0, 1, 2]
+    assert run_seeds("diloco_m2", scale="smoke") == [0]
+
+
+def test_params_file_keys_are_checked(tmp_path) -> None:
+    path = tmp_path / "params.yaml"
+    path.write_text((ROOT / "params.yaml").read_text() + "\nrunz: {}\n")
+    with pytest.raises(ConfigError, match="unknown key runz in params.yaml; did you mean 'runs'"):
+        load_params(path)

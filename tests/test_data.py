@@ -1,0 +1,240 @@
+"""Corpora to batches: lossless, disjoint, deterministic; and what is refused."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lowcomm.config import ConfigError, CorpusConfig, DataConfig
+from lowcomm.corpora import documents, sources
+from lowcomm.data import END_OF_TEXT, TokenData, Tokenizer, prepare
+from tests.conftest import VOCAB
+
+SMALL = DataConfig("docstrings", VOCAB, max_characters=150_000)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(corpus: Path) -> Tokenizer:
+    return Tokenizer((corpus / "tokenizer.model").read_bytes())
+
+
+def test_the_tokenizer_is_lossless(tokenizer: Tokenizer) -> None:
+    rng = random.Random(0)
+    alphabet = [
+        *"abz 09\n\t\r\0",
+        "\u2581",
+        "\u00e9",
+        "\u65e5",
+        "\U0001f600",
+        "\ufeff",
+        "\u200b",
+        "</s>",
+        "<0x0A>",
+        "  ",
+    ]
+    texts = ["", " ", "\u2581", " \u2581 ", *("".join(rng.choices(alphabet, k=rng.randint(1, 40))) for _ in range(500))]
+    for text in texts:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_the_tokenizer_knows_the_training_split_only(corpus: Path, tmp_path: Path) -> None:
+    """Text that only validation holds does not move the vocabulary."""
+    rows = [{"text": f"document {i} says nothing new, {i} times over, in plain words"} for i in range(4000)]
+    path = tmp_path / "rows.json"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    config = DataConfig("rows", 300, tokenizer_characters=10**9)
+    prepare(CorpusConfig("json", path=str(path)), config, tmp_path / "a")
+    held_out = Tokenizer((tmp_path / "a" / "tokenizer.model").read_bytes())
+    card = json.loads((tmp_path / "a" / "card.json").read_text())
+    validation = np.fromfile(tmp_path / "a" / card["splits"]["validation"]["shards"][0]["file"], dtype="<u2")
+    texts = [held_out.decode(part.tolist()) for part in np.split(validation, np.flatnonzero(validation == END_OF_TEXT))]
+    kept = {t.strip() for t in texts}
+    train_rows = [r for r in rows if r["text"] not in kept]
+    assert len(train_rows) == card["splits"]["train"]["documents"]
+    again = Tokenizer.train((r["text"] for r in train_rows), 300)
+    assert again.model == held_out.model
+
+
+def test_preparing_twice_gives_the_same_bytes(corpus: Path, tmp_path: Path) -> None:
+    prepare(CorpusConfig("docstrings"), SMALL, tmp_path / "again")
+    names = sorted(p.name for p in corpus.iterdir())
+    assert names == sorted(p.name for p in (tmp_path / "again").iterdir())
+    for name in names:
+        assert (corpus / name).read_bytes() == (tmp_path / "again" / name).read_bytes(), name
+
+
+def test_duplicates_are_dropped_and_splits_share_no_document(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    rows = [{"text": f"line {i % 1000} of a corpus in which each stands twice"} for i in range(2000)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    card = prepare(CorpusConfig("json", path=str(path)), DataConfig("rows", 300, validation_percent=20), tmp_path / "d")
+    counts = {split: card["splits"][split]["documents"] for split in ("train", "validation")}
+    assert card["duplicates"] == 1000
+    assert sum(counts.values()) == 1000
+    assert 120 < counts["validation"] < 280  # 200 expected, sd 13
+
+
+def test_shards_hold_the_documents_in_order(corpus: Path, tokenizer: Tokenizer) -> None:
+    card = json.loads((corpus / "card.json").read_text())
+    data = np.concatenate([np.fromfile(corpus / s["file"], "<u2") for s in card["splits"]["train"]["shards"]])
+    assert len(data) == card["splits"]["train"]["tokens"]
+    assert (data == END_OF_TEXT).sum() == card["splits"]["train"]["documents"]
+    first = tokenizer.decode(data[: int(np.argmax(data == END_OF_TEXT))].tolist())
+    assert first in set(documents(CorpusConfig("docstrings")))
+
+
+def test_windows_cross_shard_borders(tmp_path: Path) -> None:
+    small = DataConfig("docstrings", VOCAB, max_characters=150_000, shard_tokens=1000)
+    prepare(CorpusConfig("docstrings"), small, tmp_path / "many")
+    prepare(CorpusConfig("docstrings"), SMALL, tmp_path / "one")
+    many, one = (TokenData(tmp_path / n, seq_len=37, global_batch=4, seed=3) for n in ("many", "one"))
+    assert len(many.card["splits"]["train"]["shards"]) > 30
+    for step in range(1, 60):
+        assert torch.equal(many.batch(step), one.batch(step))
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+def test_the_global_batch_is_the_same_for_any_replica_count(replicas: int, corpus: Path) -> None:
+    data = TokenData(corpus, seq_len=32, global_batch=8, seed=0)
+    for step in (1, 5, data.epoch_steps() + 3):
+        parts = [data.batch(step, m, replicas) for m in range(replicas)]
+        assert torch.equal(torch.cat(parts), data.batch(step))
+
+
+def test_replicas_never_share_a_window_and_see_all_of_theirs(corpus: Path) -> None:
+    data = TokenData(corpus, seq_len=32, global_batch=8, seed=0)
+    steps = data.epoch_steps()
+    seen = [{tuple(row.tolist()) for s in range(1, steps + 1) for row in data.batch(s, m, 2)} for m in range(2)]
+    again = {tuple(row.tolist()) for s in range(steps + 1, 2 * steps + 1) for row in data.batch(s, 0, 2)}
+    assert len(seen[0]) > 0.99 * 4 * steps  # a few windows of a corpus may be equal
+    assert again == seen[0]  # the next epoch: the same windows
+    assert len(seen[0] & seen[1]) <= 0.01 * len(seen[0])
+    assert [data.batch(1).tolist()] != [data.batch(steps + 1).tolist()]  # in another order
+
+
+def test_a_batch_depends_on_seed_and_step_alone(corpus: Path) -> None:
+    fresh = TokenData(corpus, seq_len=32, global_batch=8, seed=1)
+    used = TokenData(corpus, seq_len=32, global_batch=8, seed=1)
+    for step in range(1, 20):
+        used.batch(step)
+    assert torch.equal(fresh.batch(19), used.batch(19))
+    assert not torch.equal(fresh.batch(19), TokenData(corpus, seq_len=32, global_batch=8, seed=2).batch(19))
+
+
+def test_targets_are_the_next_tokens(corpus: Path) -> None:
+    data = TokenData(corpus, seq_len=32, global_batch=4, seed=0)
+    windows = data.validation(5)
+    shard = np.fromfile(corpus / "validation-00000.bin", "<u2").astype(np.int64)
+    assert np.array_equal(windows[0].numpy(), shard[:33])
+    assert windows.shape == (5, 33)
+
+
+@pytest.mark.parametrize("source", ["json", "parquet", "text", "hub"])
+def test_local_files_and_hub_data_sets_are_read(source: str, tmp_path: Path) -> None:
+    """A Hub data set is read by the same call from a local folder: the Hub itself is out of a test's reach."""
+    import pandas as pd
+
+    texts = [f"document {i}\nwith two lines" for i in range(20)]
+    if source == "text":
+        for i, text in enumerate(texts):
+            (tmp_path / f"{i:02d}.txt").write_text(text)
+        corpus = CorpusConfig("text", path=str(tmp_path))
+    elif source == "parquet":
+        pd.DataFrame({"body": texts}).to_parquet(tmp_path / "a.parquet")
+        corpus = CorpusConfig("parquet", path=str(tmp_path / "*.parquet"), field="body")
+    else:
+        (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": t}) for t in texts))
+        corpus = CorpusConfig(source, path=str(tmp_path), revision="main" if source == "hub" else "")
+    assert list(documents(corpus)) == texts
+
+
+def test_python_sources_are_a_corpus_too() -> None:
+    first = next(documents(CorpusConfig("python")))
+    assert "import" in first or "def " in first
+    named = sources(CorpusConfig("python", packages=("numpy",)))
+    assert [s["name"] for s in named] == ["python standard library", "numpy"]
+    assert "BSD" in named[1]["licence"]
+
+
+@pytest.mark.parametrize(
+    ("corpus", "message"),
+    [
+        (CorpusConfig("json", path="/nowhere/*.json"), "corpus path /nowhere/.*json matches no json file"),
+        (CorpusConfig("json"), "corpus source json needs a path"),
+        (CorpusConfig("hub", path="owner/name"), "corpus owner/name needs a revision"),
+        (CorpusConfig("docstrings", packages=("no-such-package",)), "'no-such-package' is not installed"),
+    ],
+)
+def test_a_missing_corpus_is_named(corpus: CorpusConfig, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        prepare(corpus, DataConfig("x", VOCAB), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_empty_corpus_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps({"text": ""}))
+    with pytest.raises(ConfigError, match="'x' gave no train documents .* missing, empty or too small"):
+        prepare(CorpusConfig("json", path=str(tmp_path / "a.json")), DataConfig("x", VOCAB), tmp_path / "out")
+
+
+def test_a_wrong_column_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps({"body": "some text"}))
+    with pytest.raises(ConfigError, match=r"has columns \['body'\], not 'text'"):
+        list(documents(CorpusConfig("json", path=str(tmp_path / "a.json"))))
+
+
+@pytest.mark.parametrize("vocab_size", [200, 500_000])
+def test_a_vocabulary_that_does_not_suit_is_refused(vocab_size: int, tmp_path: Path) -> None:
+    config = DataConfig("docstrings", vocab_size, max_characters=150_000)
+    with pytest.raises(ConfigError, match=f"data.vocab_size = {vocab_size} does not suit the corpus"):
+        prepare(CorpusConfig("docstrings"), config, tmp_path / "out")
+
+
+def test_a_damaged_or_missing_shard_is_named(corpus: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(corpus, tmp_path / "copy")
+    shard = folder / "train-00000.bin"
+    raw = bytearray(shard.read_bytes())
+    raw[100] ^= 1
+    shard.write_bytes(raw)
+    with pytest.raises(ConfigError, match=r"train-00000.bin has checksum .* prepare the corpus again"):
+        TokenData(folder, seq_len=32, global_batch=4, seed=0)
+    shard.unlink()
+    with pytest.raises(ConfigError, match=r"train-00000.bin is gone"):
+        TokenData(folder, seq_len=32, global_batch=4, seed=0)
+
+
+def test_a_corpus_shorter_than_a_batch_is_refused(corpus: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="training windows of 32 tokens, fewer than train.global_batch = 1000000"):
+        TokenData(corpus, seq_len=32, global_batch=1_000_000, seed=0)
+    with pytest.raises(ConfigError, match="no corpus in .*: prepare it first"):
+        TokenData(tmp_path, seq_len=32, global_batch=4, seed=0)
+
+
+def test_an_interrupted_preparation_starts_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    import lowcomm.data
+
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lowcomm.data.Tokenizer, "train", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(CorpusConfig("docstrings"), SMALL, tmp_path / "out")
+    assert (tmp_path / "out.partial").exists()
+    assert not (tmp_path / "out").exists()
+    prepare(CorpusConfig("docstrings"), SMALL, tmp_path / "out")
+    assert "out.partial: left by an interrupted preparation; starting over" in capsys.readouterr().out
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
+    TokenData(tmp_path / "out", seq_len=32, global_batch=4, seed=0)
+
+
+def test_an_unwritable_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(ConfigError, match="output folder .*file/out cannot be written"):
+        prepare(CorpusConfig("docstrings"), SMALL, tmp_path / "file" / "out")

@@ -1,0 +1,268 @@
+"""The engine: identities first, then bytes. Runs are 12 steps on a real corpus."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lowcomm.codecs import CODECS
+from lowcomm.comm import World, run_threads
+from lowcomm.config import RunConfig
+from lowcomm.data import TokenData
+from lowcomm.metrics import read_metrics
+from lowcomm.model import Decoder
+from lowcomm.outer import Momentum, flatten, pairwise_cosine
+from lowcomm.peers import PEERS, AllReplicas
+from lowcomm.train import Trainer, inner_optimizer, learning_rate
+from tests.conftest import small_run, train_in_threads
+
+AVERAGE = {"outer": "average", "outer_lr": 1.0, "outer_momentum": 0.0}
+
+
+def losses_of(out: Path, rank: int = 0) -> list[float]:
+    return [r["loss"] for r in read_metrics(out / "metrics" / f"rank-{rank:03d}.jsonl")]
+
+
+def weights_of(out: Path) -> torch.Tensor:
+    return flatten(list(load_file(out / "model.safetensors").values()))
+
+
+def plain_training(config: RunConfig, corpus: Path) -> tuple[list[float], torch.Tensor]:
+    """The whole global batch in one bare PyTorch loop, nothing of the engine in it."""
+    t = config.train
+    data = TokenData(corpus, seq_len=t.seq_len, global_batch=t.global_batch, seed=config.seed)
+    model = Decoder(config.model).initialise(config.seed)
+    optimizer = inner_optimizer(model, t)
+    losses = []
+    for step in range(1, t.steps + 1):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, t)
+        tokens = data.batch(step)
+        loss, entropy = model.losses(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        grads = [p.grad for p in model.parameters()]
+        norm = torch.stack([g.norm() for g in grads]).norm()
+        for g in grads:
+            g.mul_((t.clip_norm / (norm + 1e-6)).clamp(max=1.0))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(entropy.item())
+    return losses, flatten([dict(model.named_parameters())[n] for n in sorted(dict(model.named_parameters()))])
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def test_one_replica_averaging_is_plain_training_bit_for_bit(corpus: Path, tmp_path: Path) -> None:
+    config = small_run("diloco_m2", replicas=1, method=AVERAGE | {"sync_every_steps": 4})
+    train_in_threads(config, corpus, tmp_path)
+    losses, weights = plain_training(config, corpus)
+    assert losses_of(tmp_path) == losses
+    assert torch.equal(weights_of(tmp_path), weights)
+
+
+def test_one_replica_data_parallel_is_plain_training_bit_for_bit(corpus: Path, tmp_path: Path) -> None:
+    config = small_run("data_parallel", replicas=1)
+    train_in_threads(config, corpus, tmp_path)
+    losses, weights = plain_training(config, corpus)
+    assert losses_of(tmp_path) == losses
+    assert torch.equal(weights_of(tmp_path), weights)
+
+
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_data_parallel_is_plain_training_on_the_whole_batch(replicas: int, corpus: Path, tmp_path: Path) -> None:
+    config = small_run("data_parallel", replicas=replicas, train={"eps": 1e-3})
+    train_in_threads(config, corpus, tmp_path)
+    _, weights = plain_training(config, corpus)
+    # A mean of means rounds differently from one mean; eps keeps Adam from blowing the last bits up.
+    assert torch.allclose(weights_of(tmp_path), weights, rtol=0, atol=2e-5)
+
+
+def test_sgd_inside_averaged_at_every_step_is_data_parallel(corpus: Path, tmp_path: Path) -> None:
+    sgd = {"optimizer": "sgd", "lr": 0.1, "clip_norm": 0.0}
+    local = small_run("diloco_m2", method=AVERAGE | {"sync_every_steps": 1}, train=sgd)
+    train_in_threads(local, corpus, tmp_path / "local")
+    train_in_threads(small_run("data_parallel", train=sgd), corpus, tmp_path / "dp")
+    # mean(theta - lr g_m) and theta - lr mean(g_m) round differently, once a step.
+    assert torch.allclose(weights_of(tmp_path / "local"), weights_of(tmp_path / "dp"), rtol=0, atol=1e-6)
+
+
+def test_lr_one_without_momentum_is_averaging(corpus: Path, tmp_path: Path) -> None:
+    train_in_threads(small_run("diloco_m2", method=AVERAGE), corpus, tmp_path / "average")
+    sgd = {"outer": "heavy_ball", "outer_lr": 1.0, "outer_momentum": 0.0}
+    train_in_threads(small_run("diloco_m2", method=sgd), corpus, tmp_path / "sgd")
+    # phi - mean(phi - theta) and mean(theta) round differently, once a round.
+    assert torch.allclose(weights_of(tmp_path / "average"), weights_of(tmp_path / "sgd"), rtol=0, atol=2e-3)
+    assert losses_of(tmp_path / "average")[:4] == losses_of(tmp_path / "sgd")[:4]
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_outer_momentum_is_torch_sgd_bit_for_bit(nesterov: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    phi = torch.randn(100, generator=generator)
+    theirs = phi.clone().requires_grad_()
+    reference = torch.optim.SGD([theirs], lr=0.4, momentum=0.9, nesterov=nesterov)
+    ours = Momentum(phi, 0.4, 0.9, nesterov=nesterov)
+    for _ in range(5):
+        delta = torch.randn(100, generator=generator)
+        theirs.grad = delta.clone()
+        reference.step()
+        ours.step(phi, delta)
+    assert torch.equal(phi, theirs.detach())
+
+
+def test_one_outer_step_by_hand() -> None:
+    """Two replicas, one parameter, two rounds; sign and momentum worked out on paper.
+
+    Round 1: phi 1, theta 0.8 and 0.4, Delta = mean(0.2, 0.6) = 0.4. Buffer 0.4; Nesterov step
+    0.5 (0.4 + 0.9 * 0.4) = 0.38, phi = 0.62. Round 2: theta 0.52 and 0.32, Delta = mean(0.1, 0.3) = 0.2.
+    Buffer 0.9 * 0.4 + 0.2 = 0.56; step 0.5 (0.2 + 0.9 * 0.56) = 0.352, phi = 0.268.
+    """
+    phi = torch.tensor([1.0])
+    outer = Momentum(phi, lr=0.5, momentum=0.9, nesterov=True)
+    for thetas, expected in (((0.8, 0.4), 0.62), ((0.52, 0.32), 0.268)):
+
+        def work(world: World, thetas=thetas) -> torch.Tensor:
+            delta = phi - torch.tensor([thetas[world.replica]])
+            return PEERS["all"].mean(world, delta, CODECS["fp32"], purpose="outer")
+
+        delta = run_threads(work, replicas=2)[0]
+        outer.step(phi, delta)
+        assert phi.item() == pytest.approx(expected, abs=1e-6)
+
+
+def test_replicas_are_equal_after_every_exchange_and_differ_between(corpus: Path, tmp_path: Path) -> None:
+    config = small_run("diloco_m2")
+    copies: dict[int, list[torch.Tensor]] = {0: [], 1: []}
+
+    def keep(trainer: Trainer, row: dict) -> None:
+        copies[trainer.world.replica].append(flatten(list(trainer.model.parameters())))
+
+    train_in_threads(config, corpus, tmp_path, on_row=keep)
+    for step, (a, b) in enumerate(zip(copies[0], copies[1], strict=True), start=1):
+        assert torch.equal(a, b) == (step % 4 == 0)
+
+
+def test_evaluation_sees_the_outer_parameters_and_puts_the_inner_back(corpus: Path, tmp_path: Path) -> None:
+    config = small_run("diloco_m2")
+    seen: list[tuple[bool, bool]] = []
+
+    def look(trainer: Trainer, row: dict) -> None:
+        before = flatten(list(trainer.model.parameters()))
+        with trainer.engine.evaluated():
+            inside = flatten(list(trainer.model.parameters()))
+        after = flatten(list(trainer.model.parameters()))
+        seen.append((torch.equal(inside, trainer.engine.buffers()["agreed"]), torch.equal(before, after)))
+
+    train_in_threads(config, corpus, tmp_path, on_row=look)
+    assert set(seen) == {(True, True)}
+
+
+def test_a_codec_that_loses_nothing_is_no_codec() -> None:
+    pretend_lossy = dataclasses.make_dataclass("Fp32", [])()
+    for name in ("encode", "decode", "nbytes"):
+        setattr(pretend_lossy, name, getattr(CODECS["fp32"], name))
+    pretend_lossy.lossless = False
+
+    def work(world: World) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.randn(1001, generator=torch.Generator().manual_seed(world.rank))
+        gathered = AllReplicas().mean(world, x.clone(), pretend_lossy, purpose="a")
+        return gathered, AllReplicas().mean(world, x, CODECS["fp32"], purpose="b")
+
+    for gathered, reduced in run_threads(work, replicas=3):
+        assert torch.equal(gathered, reduced)
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_codecs_round_to_nearest_and_count_their_bytes(name: str) -> None:
+    codec = CODECS[name]
+    for numel in (0, 1, 7, 1000):
+        x = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
+        packed = codec.encode(x)
+        assert packed.dtype == torch.uint8
+        assert packed.numel() == codec.nbytes(numel)
+        back = codec.decode(packed, numel)
+        assert back.dtype == torch.float32
+        assert torch.equal(back, x) or not codec.lossless
+        assert torch.allclose(back, x, rtol=torch.finfo(torch.bfloat16).eps / 2, atol=0)
+
+
+def test_a_codec_refuses_what_it_cannot_hold() -> None:
+    with pytest.raises(ValueError, match=r"values up to 70000 do not fit torch.float16 \(largest 65504\)"):
+        CODECS["fp16"].encode(torch.tensor([1.0, 70000.0]))
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("run", "method"),
+    [
+        ("data_parallel", {}),
+        ("diloco_m2", {}),
+        ("diloco_m2", {"sync_every_steps": 5}),  # the last round is shorter
+        ("diloco_m2", {"codec": "bf16"}),
+        ("diloco_m2", {"peers": "none"}),
+        ("diloco_m2", AVERAGE),
+    ],
+)
+def test_bytes_sent_are_the_closed_form(run: str, method: dict, replicas: int, corpus: Path, tmp_path: Path) -> None:
+    summary = train_in_threads(small_run(run, replicas=replicas, method=method), corpus, tmp_path)
+    ((purpose, expected),) = summary["sent_bytes_closed_form"].items()
+    assert summary["sent_bytes"].get(f"replica/{purpose}", 0) == expected
+    assert (expected == 0) == (replicas == 1 or method.get("peers") == "none")
+
+
+def test_outer_state_on_the_cpu_changes_nothing(corpus: Path, tmp_path: Path) -> None:
+    train_in_threads(small_run("diloco_m2"), corpus, tmp_path / "device")
+    train_in_threads(small_run("diloco_m2", method={"offload_outer": True}), corpus, tmp_path / "cpu")
+    assert torch.equal(weights_of(tmp_path / "device"), weights_of(tmp_path / "cpu"))
+
+
+def test_without_peers_a_replica_trains_as_if_alone(corpus: Path, tmp_path: Path) -> None:
+    train_in_threads(small_run("diloco_m2", method={"peers": "none"}), corpus, tmp_path / "none")
+    train_in_threads(small_run("diloco_m2"), corpus, tmp_path / "all")
+    assert losses_of(tmp_path / "none")[:4] == losses_of(tmp_path / "all")[:4]
+    assert losses_of(tmp_path / "none") != losses_of(tmp_path / "all")
+
+
+def test_accumulated_micro_batches_are_one_batch(corpus: Path, tmp_path: Path) -> None:
+    sgd = {"optimizer": "sgd", "lr": 0.1}
+    train_in_threads(small_run("data_parallel", train=sgd), corpus, tmp_path / "one")
+    train_in_threads(small_run("data_parallel", train=sgd | {"accumulation": 2}), corpus, tmp_path / "two")
+    # Two halves summed round differently from the whole.
+    assert torch.allclose(weights_of(tmp_path / "one"), weights_of(tmp_path / "two"), rtol=0, atol=1e-5)
+
+
+def test_cosine_of_outer_gradients_is_logged_and_billed_apart(corpus: Path, tmp_path: Path) -> None:
+    config = small_run("diloco_m2", method={"record_cosine": True})
+    summary = train_in_threads(config, corpus, tmp_path / "on")
+    rows = [r for r in read_metrics(tmp_path / "on" / "metrics" / "rank-000.jsonl") if "cosine" in r]
+    assert [r["step"] for r in rows] == [4, 8, 12]
+    assert all(-1 <= r["cosine"] <= 1 for r in rows)
+    assert summary["sent_bytes"]["replica/analysis"] == 3 * 4 * summary["parameters"]
+    train_in_threads(small_run("diloco_m2"), corpus, tmp_path / "off")
+    assert torch.equal(weights_of(tmp_path / "on"), weights_of(tmp_path / "off"))
+    assert pairwise_cosine([torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1.0])]) == pytest.approx(0.5**0.5)
+
+
+def test_a_link_changes_the_clock_and_never_a_loss(corpus: Path, tmp_path: Path) -> None:
+    """80 Mbit/s in real and in virtual time; most of each step is transfer, so that the clocks can be compared."""
+    model = {"dim": 64, "ffn_dim": 256}
+    runs = {"none": {}, "real": {"link_mbit_per_s": 80}, "virtual": {"link_mbit_per_s": 80, "clock": "virtual"}}
+    seconds = {}
+    for name, comm in runs.items():
+        config = small_run("data_parallel", model=model, comm=comm)
+
+        def timed(trainer: Trainer, row: dict, name: str = name) -> None:
+            seconds[name] = trainer.world.clock.elapsed()
+
+        train_in_threads(config, corpus, tmp_path / name, on_row=timed)
+    assert losses_of(tmp_path / "none") == losses_of(tmp_path / "real") == losses_of(tmp_path / "virtual")
+    assert torch.equal(weights_of(tmp_path / "none"), weights_of(tmp_path / "real"))
+    assert seconds["virtual"] == pytest.approx(seconds["real"], rel=0.05)
+    assert seconds["real"] > 3 * seconds["none"]

@@ -1,0 +1,333 @@
+"""Exact resume, stopping, determinism, and what a run folder holds."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lowcomm import stop
+from lowcomm.comm import World, run_threads
+from lowcomm.config import ConfigError, RunConfig
+from lowcomm.metrics import read_metrics
+from lowcomm.model import Decoder
+from lowcomm.train import Trainer, learning_rate, train
+from tests.conftest import VOCAB, small_run, train_in_threads
+from tests.harness import clean_environment, torchrun, torchrun_command
+
+DETERMINED = ("summary.json", "model.safetensors", "metrics/rank-000.jsonl", "metrics/rank-001.jsonl")
+
+
+def same_run(a: Path, b: Path) -> bool:
+    """Everything that a run determines, byte for byte; the transport's name apart."""
+
+    def read(out: Path, name: str) -> bytes:
+        return (out / name).read_bytes().replace(b"ProcessTransport", b"ThreadTransport")
+
+    return all(read(a, name) == read(b, name) for name in DETERMINED)
+
+
+def command_line(config: RunConfig, corpus: Path, out: Path) -> list[str]:
+    """Words after `-m` that train `small_run`'s settings from the command line."""
+    settings = [f"model.vocab_size={VOCAB}", f"data.vocab_size={VOCAB}"]
+    defaults = small_run(config.name)
+    for section in ("model", "train", "method", "comm", "checkpoint"):
+        for key, value in vars(getattr(config, section)).items():
+            smoke = getattr(defaults, section)
+            if value != getattr(smoke, key) or key in ("steps", "warmup_steps", "eval_every", "eval_sequences"):
+                if section == "train" or value != getattr(smoke, key):
+                    settings.append(f"{section}.{key}={json.dumps(value)}")
+    if config.method.exchange == "parameters":
+        settings.append(f"method.sync_every_steps={config.method.sync_every_steps}")
+    words = ["lowcomm.train", config.name, "--scale", "smoke", "--data", str(corpus), "--out", str(out)]
+    return words + [w for s in settings for w in ("--set", s)]
+
+
+@pytest.fixture(scope="module")
+def reference(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An uninterrupted DiLoCo run of 60 steps."""
+    out = tmp_path_factory.mktemp("reference") / "run"
+    train_in_threads(LONG, corpus, out)
+    return out
+
+
+LONG = small_run("diloco_m2", train={"steps": 60, "eval_every": 20})
+
+
+def test_twice_the_same_is_the_same(reference: Path, corpus: Path, tmp_path: Path) -> None:
+    train_in_threads(LONG, corpus, tmp_path / "again")
+    assert same_run(reference, tmp_path / "again")
+
+
+@pytest.mark.parametrize("run", ["diloco_m2", "data_parallel"])
+def test_threads_and_processes_give_the_same_run(run: str, corpus: Path, tmp_path: Path) -> None:
+    config = small_run(run)
+    train_in_threads(config, corpus, tmp_path / "threads")
+    done = torchrun(2, *command_line(config, corpus, tmp_path / "processes"))
+    assert done.returncode == 0, done.stderr
+    assert same_run(tmp_path / "threads", tmp_path / "processes")
+
+
+class _Crash(RuntimeError):
+    pass
+
+
+@pytest.mark.parametrize("run", ["diloco_m2", "data_parallel"])
+@pytest.mark.parametrize("crash_at", range(1, 13))
+def test_resume_at_any_step_is_the_uninterrupted_run(run: str, crash_at: int, corpus: Path, tmp_path: Path) -> None:
+    plain = small_run(run)
+    train_in_threads(plain, corpus, tmp_path / "plain")
+    config = small_run(run, checkpoint={"every_steps": 3})
+
+    def crash(trainer: Trainer, row: dict) -> None:
+        if row["step"] == crash_at and trainer.world.rank == crash_at % 2:
+            raise _Crash
+
+    with pytest.raises((_Crash, RuntimeError)):
+        train_in_threads(config, corpus, tmp_path / "run", on_row=crash)
+    steps = sorted(int(p.name[5:]) for p in (tmp_path / "run" / "checkpoints").glob("step-????????"))
+    assert steps == [s for s in (3, 6, 9) if s < crash_at][-2:]
+    train_in_threads(config, corpus, tmp_path / "run")
+    for name in DETERMINED[1:]:
+        assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "plain" / name).read_bytes()
+    a, b = (json.loads((tmp_path / n / "summary.json").read_text()) for n in ("run", "plain"))
+    assert a.pop("run") != b.pop("run")  # only the checkpoint interval differs
+    assert a == b
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def _wait_for_step(out: Path, step: int, child: subprocess.Popen) -> None:
+    metrics = out / "metrics" / "rank-000.jsonl"
+    deadline = time.monotonic() + 60
+    while child.poll() is None and time.monotonic() < deadline:
+        if metrics.exists() and metrics.read_bytes().count(b"\n") >= step:
+            return
+        time.sleep(0.001)
+
+
+def _descendants(pid: int) -> list[int]:
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [d for c in map(int, children) for d in (*_descendants(c), c)]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
+@pytest.mark.parametrize("transport", ["threads", "processes"])
+@pytest.mark.parametrize("attempt", range(int(os.environ.get("LOWCOMM_KILLS", "3"))))
+def test_a_run_killed_at_a_random_step_resumes_exactly(
+    transport: str, attempt: int, reference: Path, corpus: Path, tmp_path: Path
+) -> None:
+    """SIGKILL, to one rank or to all; LOWCOMM_KILLS sets how many times for each transport."""
+    rng = random.Random(f"{transport} {attempt}")
+    config = small_run("diloco_m2", train={"steps": 60, "eval_every": 20}, checkpoint={"every_steps": 7})
+    words = command_line(config, corpus, tmp_path / "run")
+    command = [sys.executable, "-m", *words] if transport == "threads" else torchrun_command(2, *words)
+    child = subprocess.Popen(
+        command, env=clean_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    kill_at = rng.randint(1, 58)
+    _wait_for_step(tmp_path / "run", kill_at, child)
+    ranks = _descendants(child.pid)
+    os.kill(ranks[rng.randrange(len(ranks))] if ranks and rng.random() < 0.5 else child.pid, signal.SIGKILL)
+    for pid in ranks:
+        if child.poll() is not None and Path(f"/proc/{pid}").exists():
+            os.kill(pid, signal.SIGKILL)
+    child.wait(60)
+    for pid in ranks:
+        while Path(f"/proc/{pid}").exists() and "zombie" not in Path(f"/proc/{pid}/status").read_text():
+            os.kill(pid, signal.SIGKILL)
+            time.sleep(0.01)
+    assert not (tmp_path / "run" / "summary.json").exists()
+    done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    if kill_at > 8:
+        assert "resuming diloco_m2 at step" in done.stderr
+    for name in DETERMINED[1:]:
+        assert (tmp_path / "run" / name).read_bytes() == (reference / name).read_bytes(), name
+
+
+@pytest.mark.parametrize("transport", ["threads", "processes"])
+def test_sigterm_writes_a_checkpoint_and_exits_cleanly(transport: str, corpus: Path, tmp_path: Path) -> None:
+    config = small_run("diloco_m2", train={"steps": 3000})
+    words = command_line(config, corpus, tmp_path / "run")
+    command = [sys.executable, "-m", *words] if transport == "threads" else torchrun_command(2, *words)
+    child = subprocess.Popen(command, env=clean_environment(), stderr=subprocess.PIPE, text=True)
+    _wait_for_step(tmp_path / "run", 20, child)
+    # Under torchrun only one rank is told; the other hears of it from its peer.
+    told = child.pid if transport == "threads" else _descendants(child.pid)[0]
+    os.kill(told, signal.SIGTERM)
+    _, log = child.communicate(timeout=60)
+    assert child.returncode == 0, log
+    assert "stopped diloco_m2 after step" in log
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
+    rows = read_metrics(tmp_path / "run" / "metrics" / "rank-000.jsonl")
+    assert int(checkpoint.name[5:]) == rows[-1]["step"] >= 20
+    assert len(read_metrics(tmp_path / "run" / "metrics" / "rank-001.jsonl")) == len(rows)
+
+
+def test_a_stopped_run_goes_on_where_it_stopped(reference: Path, corpus: Path, tmp_path: Path) -> None:
+    def ask(trainer: Trainer, row: dict) -> None:
+        if row["step"] == 5:
+            stop.requested.set()
+        time.sleep(0.02)  # so that the watcher sees it before the run is over
+
+    try:
+        stopped = train_in_threads(LONG, corpus, tmp_path / "run", on_row=ask)
+    finally:
+        stop.requested.clear()
+    assert not stopped["complete"]
+    assert 5 <= stopped["step"] < 60
+    train_in_threads(LONG, corpus, tmp_path / "run")
+    assert same_run(reference, tmp_path / "run")
+
+
+def _stopped(corpus: Path, out: Path, *, at: int = 9, **override) -> RunConfig:
+    """A run that crashed after step `at`, with checkpoints every 3 steps."""
+    config = small_run("diloco_m2", checkpoint={"every_steps": 3}, **override)
+
+    def crash(trainer: Trainer, row: dict) -> None:
+        if row["step"] == at:
+            raise _Crash
+
+    with pytest.raises((_Crash, RuntimeError)):
+        train_in_threads(config, corpus, out, on_row=crash)
+    return config
+
+
+def _damage(path: Path) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[-5] ^= 1
+    path.write_bytes(raw)
+
+
+@pytest.mark.parametrize("what", ["flipped bit", "truncated", "missing file", "bad manifest"])
+def test_a_damaged_checkpoint_falls_back_to_the_one_before(what: str, corpus: Path, tmp_path: Path, caplog) -> None:
+    config = _stopped(corpus, tmp_path / "run", at=8)
+    newest = tmp_path / "run" / "checkpoints" / "step-00000006"
+    file = newest / "rank-001.safetensors"
+    if what == "flipped bit":
+        _damage(file)
+    elif what == "truncated":
+        file.write_bytes(file.read_bytes()[:100])
+    elif what == "missing file":
+        file.unlink()
+    else:
+        (newest / "manifest.json").write_text("{")
+    caplog.set_level("INFO", "lowcomm")
+    train_in_threads(config, corpus, tmp_path / "run")
+    assert "step-00000006 is damaged" in caplog.text
+    assert "resuming diloco_m2 at step 3" in caplog.text
+    train_in_threads(small_run("diloco_m2"), corpus, tmp_path / "plain")
+    for name in DETERMINED[1:]:
+        assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "plain" / name).read_bytes()
+
+
+def test_all_checkpoints_damaged_is_an_error_not_a_fresh_start(corpus: Path, tmp_path: Path) -> None:
+    config = _stopped(corpus, tmp_path / "run")
+    for path in (tmp_path / "run" / "checkpoints").rglob("rank-000.safetensors"):
+        _damage(path)
+    with pytest.raises(ConfigError, match="no checkpoint in .* can be read; delete the folder to start over"):
+        train_in_threads(config, corpus, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ({"train": {"lr": 0.5}}, "is of another run: train.lr is 0.01 there and 0.5 here"),
+        ({"model": {"dim": 24, "heads": 2}}, "is of another run: model.dim is 16 there and 24 here"),
+        ({"seed": 1}, "is of another run: seed is 0 there and 1 here"),
+        ({"replicas": 1}, "is of another run: replicas is 2 there and 1 here"),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused(override: dict, message: str, corpus: Path, tmp_path: Path) -> None:
+    _stopped(corpus, tmp_path / "run")
+    other = small_run("diloco_m2", checkpoint={"every_steps": 3}, **override)
+    if "seed" in override:
+        import dataclasses
+
+        other = dataclasses.replace(small_run("diloco_m2", checkpoint={"every_steps": 3}), seed=1)
+    with pytest.raises(ConfigError, match=message):
+        train_in_threads(other, corpus, tmp_path / "run")
+
+
+def test_checkpoints_hold_no_pickles_and_only_the_last_are_kept(corpus: Path, tmp_path: Path) -> None:
+    _stopped(corpus, tmp_path / "run", at=12)
+    folder = tmp_path / "run" / "checkpoints"
+    assert sorted(p.name for p in folder.iterdir()) == ["step-00000006", "step-00000009"]
+    assert {p.suffix for p in folder.rglob("*") if p.is_file()} == {".safetensors", ".json"}
+
+
+def test_an_unwritable_output_folder_is_named(corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(ConfigError, match="output folder .*/file/run cannot be written"):
+        train_in_threads(small_run(), corpus, tmp_path / "file" / "run")
+
+
+def test_a_corpus_of_another_vocabulary_is_refused(corpus: Path, tmp_path: Path) -> None:
+    config = small_run(model={"vocab_size": 999}, data={"vocab_size": 999})
+    with pytest.raises(ConfigError, match="model.vocab_size = 999, but the corpus was tokenised with 400"):
+        train_in_threads(config, corpus, tmp_path)
+
+
+def test_replicas_and_ranks_must_agree(corpus: Path, tmp_path: Path) -> None:
+    config = small_run("diloco_m2", replicas=4)
+    with pytest.raises(ConfigError, match="run diloco_m2 has 4 replicas, the world has 2"):
+        run_threads(lambda w: train(config, w, corpus, tmp_path), replicas=2)
+    done = torchrun(1, *command_line(small_run("diloco_m2"), corpus, tmp_path))
+    assert done.returncode != 0
+    assert "1 ranks cannot form 2 replicas x 1 stages; start 2 ranks or change replicas" in done.stderr
+
+
+def test_nccl_needs_a_gpu_for_each_rank(corpus: Path, tmp_path: Path) -> None:
+    if torch.cuda.device_count() >= 2:
+        pytest.skip("this machine has a GPU for each rank")
+    done = torchrun(2, *command_line(small_run("diloco_m2", comm={"backend": "nccl"}), corpus, tmp_path))
+    assert done.returncode != 0
+    assert "comm.backend = nccl needs a GPU for each rank: 2 ranks on this machine, " in done.stderr
+
+
+def test_the_saved_model_is_the_evaluated_one(reference: Path, corpus: Path) -> None:
+    weights = load_file(reference / "model.safetensors")
+    summary = json.loads((reference / "summary.json").read_text())
+    rows = read_metrics(reference / "metrics" / "rank-000.jsonl")
+    assert [r["step"] for r in rows if "val_loss" in r] == [20, 40, 60]
+    assert rows[-1]["val_loss"] == summary["val_loss"]
+
+    def evaluate(world: World) -> float:
+        from lowcomm.data import TokenData
+
+        t = LONG.train
+        data = TokenData(corpus, seq_len=t.seq_len, global_batch=t.global_batch, seed=0)
+        trainer = Trainer(LONG, world, data)
+        trainer.model.load_state_dict(weights, strict=True)
+        trainer.engine.buffers()["agreed"].copy_(torch.cat([p.flatten() for p in trainer.model.parameters()]).detach())
+        return trainer.evaluate()
+
+    assert run_threads(evaluate, replicas=2) == [summary["val_loss"]] * 2
+    assert set(weights) == set(dict(Decoder(LONG.model).named_parameters()))
+
+
+def test_training_learns(reference: Path) -> None:
+    rows = read_metrics(reference / "metrics" / "rank-000.jsonl")
+    # ln 400 = 5.99 is knowing nothing; the unigram entropy of this corpus is near 5.1.
+    assert rows[0]["loss"] > 5.8
+    assert rows[-1]["val_loss"] < 5.4
+
+
+def test_the_learning_rate_warms_up_and_decays() -> None:
+    t = small_run(train={"steps": 100, "warmup_steps": 10, "lr": 1.0, "final_lr_fraction": 0.1}).train
+    assert [learning_rate(s, t) for s in (1, 5, 10)] == [0.1, 0.5, 1.0]
+    assert learning_rate(55, t) == pytest.approx(0.55)
+    assert learning_rate(100, t) == pytest.approx(0.1)
+    linear = small_run(train={"steps": 100, "warmup_steps": 0, "lr": 1.0, "decay": "linear"}).train
+    assert learning_rate(50, linear) == pytest.approx(0.525)
+    constant = small_run(train={"decay": "constant", "lr": 1.0}).train
+    assert learning_rate(12, constant) == 1.0
