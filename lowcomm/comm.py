@@ -71,9 +71,17 @@ class _Op:
         return self.finished if clock.is_virtual else clock.now()
 
     def swap(
-        self, out: Sequence[tuple[int, Tensor]], into: Sequence[tuple[int, Tensor | None]], *, buffered: bool = False
+        self,
+        out: Sequence[tuple[int, Tensor]],
+        into: Sequence[tuple[int, Tensor | None]],
+        *,
+        buffered: bool = False,
+        agreed: bool = False,
     ) -> list[Tensor]:
-        """Send and take along the axis (indices on it); a None buffer is made as the header says."""
+        """Send and take along the axis (indices on it); a None buffer is made as the header says.
+
+        `agreed`: an earlier swap of this verb has compared headers with the same ranks.
+        """
         axis, link, ranks = self.axis, self.axis.link, self.axis.ranks
         outgoing, taken = [], []
         for dst, x in out:
@@ -82,14 +90,16 @@ class _Op:
             axis.egress_free = begin + link.seconds(nbytes)
             self.world.ledger.bill(axis.name, self.purpose, self.step, nbytes)
             self.nbytes += nbytes
-            outgoing.append((ranks[dst], Header(self.name, tuple(x.shape), str(x.dtype), begin), x))
+            outgoing.append((ranks[dst], Header(self.name, tuple(x.shape), str(x.dtype), x.device.type, begin), x))
 
         def accept(src: int, buffer: Tensor | None) -> Callable[[Header], Tensor]:
             def check(header: Header) -> Tensor:
                 if header.op != self.name:
                     raise CommError(f"rank {ranks[src]} is in {header.op}")
                 dtype = getattr(torch, header.dtype.removeprefix("torch."))
-                x = torch.empty(header.shape, dtype=dtype, device=axis.device) if buffer is None else buffer
+                x = buffer
+                if x is None:
+                    x = torch.empty(header.shape, dtype=dtype, device=axis.device if header.device != "cpu" else "cpu")
                 if tuple(x.shape) != header.shape or x.dtype != dtype:
                     raise CommError(
                         f"rank {ranks[src]} sent {header.dtype}{list(header.shape)}, expected {x.dtype}{list(x.shape)}"
@@ -104,7 +114,11 @@ class _Op:
             return check
 
         self.world.transport.swap(
-            _CHANNEL[axis.name], outgoing, [(ranks[src], accept(src, x)) for src, x in into], buffered=buffered
+            _CHANNEL[axis.name],
+            outgoing,
+            [(ranks[src], x, accept(src, x)) for src, x in into],
+            buffered=buffered,
+            agreed=agreed,
         )
         self.world.clock.sleep_until(self.finished)
         return taken
@@ -138,7 +152,7 @@ class _AxisState:
         self.free_at = float("-inf")
         self.group = None  # process group, for native reductions only
         self._count = 0
-        self._scratch: dict[torch.dtype, Tensor] = {}
+        self._scratch: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         self._tasks: queue.SimpleQueue = queue.SimpleQueue()
         if self.size > 1:
             threading.Thread(target=self._work, name=f"{name}-wire-{world.rank}", daemon=True).start()
@@ -150,7 +164,13 @@ class _AxisState:
             task()
 
     def submit(
-        self, verb: str, purpose: str, agreed: str, body: Callable[[_Op], Any], *, everyone: bool = True
+        self,
+        verb: str,
+        purpose: str,
+        agreed: str,
+        body: Callable[[_Op], Any],
+        *,
+        everyone: bool = True,
     ) -> Handle:
         """Queue `body`; `agreed` is what all who take part must say alike.
 
@@ -181,12 +201,12 @@ class _AxisState:
         self._tasks.put(task)
         return Handle(self.world, future, op)
 
-    def scratch(self, numel: int, dtype: torch.dtype) -> Tensor:
+    def scratch(self, numel: int, like: Tensor) -> Tensor:
         """A buffer that the axis keeps, so that a large reduction does not fault its pages in anew."""
-        have = self._scratch.get(dtype)
-        if have is None or have.numel() < numel:
-            have = self._scratch[dtype] = torch.empty(numel, dtype=dtype, device=self.device)
-        return have[:numel]
+        key = like.dtype, like.device
+        if key not in self._scratch or self._scratch[key].numel() < numel:
+            self._scratch[key] = torch.empty(numel, dtype=like.dtype, device=like.device)
+        return self._scratch[key][:numel]
 
     def stop(self) -> None:
         self._tasks.put(None)
@@ -259,27 +279,31 @@ class World:
 
     def sum_async(self, x: Tensor, *, purpose: str, axis: Axis = "replica") -> Handle:
         """Replace contiguous `x` by its sum over the axis; leave `x` alone until `wait()`."""
+        return self._reduce(x, "sum", purpose, axis)
+
+    def mean_async(self, x: Tensor, *, purpose: str, axis: Axis = "replica") -> Handle:
+        """Replace contiguous floating `x` by its mean over the axis; leave `x` alone until `wait()`."""
+        return self._reduce(x, "mean", purpose, axis)
+
+    def _reduce(self, x: Tensor, verb: Literal["sum", "mean"], purpose: str, axis: Axis) -> Handle:
         state = self._axes[axis]
         self._check_summable(x)
         if state.size == 1:
             return self._done(x)
         if state.group is not None:
-            return state.submit("native sum", purpose, _like(x), lambda op: self._native_sum(op, x))
+            return state.submit(f"native {verb}", purpose, _like(x), lambda op: self._native(op, x, verb))
         flat = x.view(-1)
 
         def body(op: _Op) -> Tensor:
             own = self._reduce_share(op, flat)
+            if verb == "mean":  # each value once, before it is shared
+                own.div_(state.size)
             begin_end = shares(flat.numel(), state.size)
             to, source = _rotation(list(range(state.size)), state.index)
-            op.swap([(i, own) for i in to], [(i, flat[slice(*begin_end[i])]) for i in source])
+            op.swap([(i, own) for i in to], [(i, flat[slice(*begin_end[i])]) for i in source], agreed=True)
             return x
 
-        return state.submit("sum", purpose, _like(x), body)
-
-    def mean_async(self, x: Tensor, *, purpose: str, axis: Axis = "replica") -> Handle:
-        """Replace contiguous floating `x` by its mean over the axis; leave `x` alone until `wait()`."""
-        handle = self.sum_async(x, purpose=purpose, axis=axis)
-        return _Then(handle, lambda total: total.div_(self._axes[axis].size))
+        return state.submit(verb, purpose, _like(x), body)
 
     def reduce_scatter(self, x: Tensor, *, purpose: str, axis: Axis = "replica") -> Tensor:
         """The sum over the axis of this rank's share of flat `x` (`accounting.shares`). `x` is scratch after."""
@@ -295,22 +319,22 @@ class World:
         begin_end = shares(flat.numel(), state.size)
         own = flat[slice(*begin_end[state.index])]
         to, source = _rotation(list(range(state.size)), state.index)
-        buffers = state.scratch(len(source) * own.numel(), flat.dtype).view(len(source), own.numel())
+        buffers = state.scratch(len(source) * own.numel(), flat).view(len(source), own.numel())
         part_of = dict(zip(source, buffers, strict=True)) | {state.index: own}
         op.swap([(i, flat[slice(*begin_end[i])]) for i in to], [(i, part_of[i]) for i in source])
-        parts = [part_of[i] for i in range(state.size)]
-        total = parts[0]
-        for part in parts[1:]:
-            total = total.add_(part)
-        return own if total is own else own.copy_(total)
+        total = part_of[0]
+        for i in range(1, state.size):
+            # In rank order; the running sum moves into `own` as soon as its old values are used up.
+            total = torch.add(total, part_of[i], out=own if i >= state.index else total)
+        return own
 
-    def _native_sum(self, op: _Op, x: Tensor) -> Tensor:
+    def _native(self, op: _Op, x: Tensor, verb: str) -> Tensor:
         state = op.axis
         nbytes = mean_bytes(x.numel(), x.element_size(), state.size, state.index)  # nominal: a ring's
         self.ledger.bill(state.name, op.purpose, op.step, nbytes)
         op.nbytes = nbytes
         self.transport.all_reduce(x, state.group)
-        return x
+        return x.div_(state.size) if verb == "mean" else x
 
     # Moving tensors
 
@@ -413,16 +437,6 @@ class World:
         return Handle(self, future, None)
 
 
-class _Then(Handle):
-    """A handle whose result goes through one more local step."""
-
-    def __init__(self, handle: Handle, after: Callable[[Any], Any]):
-        self._handle, self._after = handle, after
-
-    def wait(self) -> Any:
-        return self._after(self._handle.wait())
-
-
 def _rotation(members: list[int], index: int) -> tuple[list[int], list[int]]:
     """Whom to send to and take from, in order: next neighbour first, so that no wire is wanted twice at once."""
     at, n = members.index(index), len(members)
@@ -433,10 +447,17 @@ def _like(x: Tensor) -> str:
     return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
 
 
+def default_device() -> torch.device:
+    """The GPU, shared by all ranks that ask, or the CPU where there is none."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def run_threads(
     work: Callable[[World], Any], *, replicas: int, stages: int = 1, comm: CommConfig | None = None
 ) -> list[Any]:
     """Run `work(world)` on replicas x stages ranks, each a thread of this process; results in rank order.
+
+    All share one GPU where there is one.
 
     If a rank fails, the others are woken with its reason, and its own error is raised here.
     """
@@ -449,7 +470,9 @@ def run_threads(
 
     def body(rank: int) -> None:
         try:
-            world = World(ThreadTransport(hub, rank), replicas=replicas, stages=stages, comm=comm)
+            world = World(
+                ThreadTransport(hub, rank), replicas=replicas, stages=stages, comm=comm, device=default_device()
+            )
             results[rank] = work(world)
             world.close()
         except BaseException as error:
@@ -475,13 +498,10 @@ def run_threads(
     return results
 
 
-def world_from_torchrun(
-    *, replicas: int, stages: int = 1, comm: CommConfig | None = None, device: torch.device | str | None = None
-) -> World:
-    """The World of this torchrun process, on its own GPU where NCCL is used, else on `device` (default CPU)."""
+def world_from_torchrun(*, replicas: int, stages: int = 1, comm: CommConfig | None = None) -> World:
+    """The World of this torchrun process: on its own GPU with NCCL, else on the shared GPU or the CPU."""
     comm = comm or CommConfig()
     torch.set_num_threads(1)
     transport = ProcessTransport(comm.backend, comm.timeout_s)
-    if device is None:
-        device = torch.device("cuda", torch.cuda.current_device()) if transport.uses_nccl else "cpu"
+    device = torch.device("cuda", torch.cuda.current_device()) if transport.uses_nccl else default_device()
     return World(transport, replicas=replicas, stages=stages, comm=comm, device=device)

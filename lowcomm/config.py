@@ -316,6 +316,21 @@ def run_config(
     return build(RunConfig, sections, run)
 
 
+def overrides(pairs: list[str]) -> dict[str, Any]:
+    """Command-line settings as nested sections: ["train.steps=60"] -> {"train": {"steps": 60}}."""
+    out: dict[str, Any] = {}
+    for pair in pairs:
+        key, eq, value = pair.partition("=")
+        if not eq:
+            raise ConfigError(f"--set {pair} must be section.key=value")
+        *sections, last = key.split(".")
+        level = out
+        for section in sections:
+            level = level.setdefault(section, {})
+        level[last] = yaml.safe_load(value)
+    return out
+
+
 def corpus_configs(
     corpus: str, *, scale: str | None = None, params: dict | None = None
 ) -> tuple[CorpusConfig, DataConfig]:

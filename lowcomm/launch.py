@@ -21,7 +21,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from lowcomm.config import ROOT, RunConfig, data_dir, run_config, run_dir, times_dir
+from lowcomm.config import ROOT, RunConfig, data_dir, overrides, run_config, run_dir, times_dir
 from lowcomm.stop import LAUNCHER_VARIABLE
 
 #: glibc gives large blocks back to the system after each step and faults them in anew; keeping them saves a tenth.
@@ -139,10 +139,8 @@ def launch(
     An interrupted run continues from its checkpoint, unless the source has changed since: then it starts
     over and says so. Raises LaunchError with the tail of the log when a rank fails, ConfigError for bad settings.
     """
-    from lowcomm.train import _overrides
-
     settings = settings or []
-    config = run_config(run, seed=seed, scale=scale, **_overrides(settings))  # refuse bad settings before starting
+    config = run_config(run, seed=seed, scale=scale, **overrides(settings))  # refuse bad settings before starting
     out = out or run_dir(run, config.scale, config.seed)
     times = times or times_dir(run, config.scale, config.seed)
     data = data or data_dir(config.data.corpus, config.scale)

@@ -7,6 +7,9 @@ A run folder holds what the run determined and nothing that depends on the machi
 runs of one configuration are equal byte for byte: `metrics/rank-000.jsonl` (a row a step),
 `summary.json`, `model.safetensors` (the evaluated parameters), and `checkpoints/` until the run is complete.
 Times go to a folder of their own.
+
+On SIGTERM to any rank all finish the same step, write a checkpoint and exit 0. (torchrun itself, when it is
+the one told, passes the signal on and then reports it as its own exit status.)
 """
 
 from __future__ import annotations
@@ -25,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from torch import Tensor
 
 from lowcomm import config as cfg
@@ -313,21 +315,6 @@ def _finish(trainer: Trainer, checkpoints: Checkpoints, out: Path, times: Path) 
     return summary
 
 
-def _overrides(pairs: list[str]) -> dict[str, Any]:
-    """["train.steps=60"] -> {"train": {"steps": 60}}."""
-    out: dict[str, Any] = {}
-    for pair in pairs:
-        key, eq, value = pair.partition("=")
-        if not eq:
-            raise ConfigError(f"--set {pair} must be section.key=value")
-        *sections, last = key.split(".")
-        level = out
-        for section in sections:
-            level = level.setdefault(section, {})
-        level[last] = yaml.safe_load(value)
-    return out
-
-
 def main(argv: list[str] | None = None) -> int:
     """Command line; see `--help`."""
     parser = argparse.ArgumentParser(prog="python -m lowcomm.train", description=__doc__.split("\n")[0])
@@ -343,7 +330,7 @@ def main(argv: list[str] | None = None) -> int:
     stop_on_sigterm()
     world: World | None = None
     try:
-        run = cfg.run_config(args.run, seed=args.seed, scale=args.scale, **_overrides(args.set))
+        run = cfg.run_config(args.run, seed=args.seed, scale=args.scale, **cfg.overrides(args.set))
         out = args.out or cfg.run_dir(run.name, run.scale, run.seed)
         times = args.times or cfg.times_dir(run.name, run.scale, run.seed)
         data = args.data or cfg.data_dir(run.data.corpus, run.scale)

@@ -37,22 +37,24 @@ class Header:
     op: str  # verb, purpose and sequence number, with the shape and dtype all must agree on
     shape: tuple[int, ...]  # of this payload
     dtype: str
+    device: str  # "cpu" or "cuda": where the sender had it, and where a receiver without a buffer puts it
     begin: float  # when its first bit left, on the sender's clock
 
     def pack(self) -> Tensor:
-        raw = json.dumps([self.op, self.shape, self.dtype, self.begin]).encode()
+        raw = json.dumps([self.op, self.shape, self.dtype, self.device, self.begin]).encode()
         if len(raw) > HEADER_BYTES:
             raise ValueError(f"header of {len(raw)} bytes is longer than {HEADER_BYTES}: {raw!r}")
         return torch.frombuffer(bytearray(raw.ljust(HEADER_BYTES)), dtype=torch.uint8)
 
     @staticmethod
     def unpack(packed: Tensor) -> Header:
-        op, shape, dtype, begin = json.loads(bytes(packed.numpy()))
-        return Header(op, tuple(shape), dtype, begin)
+        op, shape, *rest = json.loads(bytes(packed.numpy()))
+        return Header(op, tuple(shape), *rest)
 
 
 Outgoing = tuple[int, Header, Tensor]  # destination rank, header, contiguous payload
-Incoming = tuple[int, Callable[[Header], Tensor]]  # source rank, header -> buffer (or CommError)
+#: Source rank, the buffer if its shape is known beforehand, and header -> buffer (or CommError).
+Incoming = tuple[int, Tensor | None, Callable[[Header], Tensor]]
 
 
 class Transport(Protocol):
@@ -61,8 +63,19 @@ class Transport(Protocol):
     rank: int
     size: int
 
-    def swap(self, channel: int, out: list[Outgoing], into: list[Incoming], *, buffered: bool = False) -> None:
-        """Post `out`, then fill `into` in order. Buffered: return before the receivers took `out`."""
+    def swap(
+        self,
+        channel: int,
+        out: list[Outgoing],
+        into: list[Incoming],
+        *,
+        buffered: bool = False,
+        agreed: bool = False,
+    ) -> None:
+        """Post `out`, fill `into`.
+
+        Buffered: return before the receivers took `out`. Agreed: headers cannot disagree any more.
+        """
 
     def note(self, key: str, value: str) -> None:
         """Leave a short note that every rank can read, also while others compute."""
@@ -104,11 +117,19 @@ class ThreadTransport:
     def __init__(self, hub: ThreadHub, rank: int):
         self.hub, self.rank, self.size = hub, rank, hub.size
 
-    def swap(self, channel: int, out: list[Outgoing], into: list[Incoming], *, buffered: bool = False) -> None:
+    def swap(
+        self,
+        channel: int,
+        out: list[Outgoing],
+        into: list[Incoming],
+        *,
+        buffered: bool = False,
+        agreed: bool = False,
+    ) -> None:
         for dst, header, payload in out:
             # A copy, because the sender may change its tensor before the receiver looks.
             self.hub.box(self.rank, dst, channel).put((header, payload.clone()))
-        for src, accept in into:
+        for src, _, accept in into:
             box = self.hub.box(src, self.rank, channel)  # before the check: an abort wakes the boxes it finds
             if self.hub.aborted:
                 raise CommError(self.hub.aborted)
@@ -136,7 +157,7 @@ class ThreadTransport:
 
 
 def _bytes_of(x: Tensor) -> Tensor:
-    return x.reshape(-1).view(torch.uint8)
+    return x.view(-1).view(torch.uint8)
 
 
 class ProcessTransport:
@@ -185,35 +206,54 @@ class ProcessTransport:
         except RuntimeError as error:
             raise CommError(f"sending to rank {dst}: {self.read('abort') or str(error).splitlines()[0]}") from None
 
-    def _take(self, src: int, tensor: Tensor, tag: int) -> None:
+    def _expect(self, src: int, tensor: Tensor, tag: int) -> dist.Work:
         try:
-            work = dist.irecv(tensor, src, tag=tag)
+            return dist.irecv(tensor, src, tag=tag)
         except RuntimeError as error:
             raise CommError(f"waiting for rank {src}: {self.read('abort') or str(error).splitlines()[0]}") from None
-        self._wait(work, f"waiting for rank {src}")
 
-    def swap(self, channel: int, out: list[Outgoing], into: list[Incoming], *, buffered: bool = False) -> None:
-        on_gpu = self.uses_nccl and any(x.is_cuda for _, _, x in out)
+    def swap(
+        self,
+        channel: int,
+        out: list[Outgoing],
+        into: list[Incoming],
+        *,
+        buffered: bool = False,
+        agreed: bool = False,
+    ) -> None:
+        header_tag, payload_tag = 2 * channel, 2 * channel + 1
+
+        def expect(src: int, buffer: Tensor) -> tuple[dist.Work, Tensor] | None:
+            if not buffer.numel() or (self.uses_nccl and buffer.is_cuda):
+                return None
+            wire = torch.empty_like(buffer, device="cpu") if buffer.is_cuda else buffer
+            return self._expect(src, _bytes_of(wire), payload_tag), wire
+
+        # A payload that finds its buffer waiting needs no round trip, so buffers are posted first; but not before
+        # headers agree, because gloo ends the process when a payload is longer than its buffer.
+        headers = [torch.empty(HEADER_BYTES, dtype=torch.uint8) for _ in into]
+        header_works = [self._expect(src, h, header_tag) for (src, _, _), h in zip(into, headers, strict=True)]
+        early = [expect(src, x) if agreed else None for src, x, _ in into]
         sends = []
         for dst, header, payload in out:
             packed = header.pack()
-            sends.append((self._post(dst, packed, 2 * channel), packed, dst))
-            if payload.numel() and not on_gpu:
+            sends.append((self._post(dst, packed, header_tag), packed, dst))
+            if payload.numel() and not (self.uses_nccl and payload.is_cuda):
                 wire = _bytes_of(payload.cpu() if payload.is_cuda else payload.clone() if buffered else payload)
-                sends.append((self._post(dst, wire, 2 * channel + 1), wire, dst))
-        buffers = []
-        for src, accept in into:
-            packed = torch.empty(HEADER_BYTES, dtype=torch.uint8)
-            self._take(src, packed, 2 * channel)
-            buffer = accept(Header.unpack(packed))
-            buffers.append((src, buffer))
-            if buffer.numel() and not (self.uses_nccl and buffer.is_cuda):
-                wire = torch.empty_like(buffer, device="cpu") if buffer.is_cuda else buffer
-                self._take(src, _bytes_of(wire), 2 * channel + 1)
+                sends.append((self._post(dst, wire, payload_tag), wire, dst))
+        arriving = []
+        for i, (src, _, accept) in enumerate(into):
+            self._wait(header_works[i], f"waiting for rank {src}")
+            buffer = accept(Header.unpack(headers[i]))
+            arriving.append((src, buffer, early[i] if agreed else expect(src, buffer)))
+        for src, buffer, payload in arriving:
+            if payload is not None:
+                work, wire = payload
+                self._wait(work, f"waiting for rank {src}")
                 if wire is not buffer:
                     buffer.copy_(wire)
         if self.uses_nccl:
-            self._swap_on_gpus([(d, x) for d, _, x in out], buffers)
+            self._swap_on_gpus([(d, x) for d, _, x in out], [(src, x) for src, x, _ in arriving])
         if buffered:
             with self._lock:
                 self._posted.extend(sends)

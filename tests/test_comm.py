@@ -95,8 +95,8 @@ def test_native_reductions_agree_to_rounding(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("case", "theirs"),
     [
-        ("shapes_disagree", {0: r"sum #0 of float32\[4\] for 'outer'", 1: r"sum #0 of float32\[5\] for 'outer'"}),
-        ("verbs_disagree", {0: r"sum #0 of float32\[4\] for 'outer'", 1: r"exchange #0 of torch.float32"}),
+        ("shapes_disagree", {0: r"mean #0 of float32\[4\] for 'outer'", 1: r"mean #0 of float32\[5\] for 'outer'"}),
+        ("verbs_disagree", {0: r"mean #0 of float32\[4\] for 'outer'", 1: r"exchange #0 of torch.float32"}),
     ],
 )
 def test_ranks_that_disagree_hear_of_it_by_name(case: str, theirs: dict[int, str], tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_a_rank_that_raises_ends_all_with_its_reason(tmp_path: Path) -> None:
 
 
 def test_a_silent_rank_times_out_by_name(tmp_path: Path) -> None:
-    with pytest.raises(CommError, match=r"rank 0 .*sum #0 of float32\[4\] for 'outer': no word from rank 1 in 1 s"):
+    with pytest.raises(CommError, match=r"rank 0 .*mean #0 of float32\[4\] for 'outer': no word from rank 1 in 1 s"):
         as_threads("peer_is_silent", 2, tmp_path, timeout_s=1)
     with pytest.raises(RuntimeError, match=r"rank 0 .*for 'outer': waiting for rank 1: .*[Tt]imed out"):
         as_processes("peer_is_silent", 2, tmp_path, timeout_s=3)

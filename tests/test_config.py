@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from lowcomm.config import ROOT, ConfigError, build, load_params, run_config, run_seeds
@@ -15,12 +16,13 @@ from tests.conftest import small_run
 PARAMS = load_params()
 
 
-def test_every_run_is_valid_at_every_scale() -> None:
-    import torch
-
-    for scale in PARAMS["scales"]:
-        for run in PARAMS["runs"]:
-            config = run_config(run, scale=scale)
+def test_every_run_and_method_is_valid_at_every_scale() -> None:
+    params = copy.deepcopy(PARAMS)
+    for method in params["methods"]:
+        params["runs"][f"with {method}"] = {"method": method, "corpus": "docstrings", "replicas": 2, "seeds": [0]}
+    for scale in params["scales"]:
+        for run in params["runs"]:
+            config = run_config(run, scale=scale, params=params)
             with torch.device("meta"):  # the paper's sizes are built, not run
                 Decoder(config.model)
 

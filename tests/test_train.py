@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import random
@@ -17,11 +18,12 @@ from safetensors.torch import load_file
 
 from lowcomm import stop
 from lowcomm.comm import World, run_threads
-from lowcomm.config import ConfigError, RunConfig
+from lowcomm.config import ConfigError, RunConfig, run_config
+from lowcomm.data import TokenData
 from lowcomm.metrics import read_metrics
 from lowcomm.model import Decoder
 from lowcomm.train import Trainer, learning_rate, train
-from tests.conftest import VOCAB, small_run, train_in_threads
+from tests.conftest import small_run, train_in_threads
 from tests.harness import clean_environment, torchrun, torchrun_command
 
 DETERMINED = ("summary.json", "model.safetensors", "metrics/rank-000.jsonl", "metrics/rank-001.jsonl")
@@ -37,17 +39,14 @@ def same_run(a: Path, b: Path) -> bool:
 
 
 def command_line(config: RunConfig, corpus: Path, out: Path) -> list[str]:
-    """Words after `-m` that train `small_run`'s settings from the command line."""
-    settings = [f"model.vocab_size={VOCAB}", f"data.vocab_size={VOCAB}"]
-    defaults = small_run(config.name)
-    for section in ("model", "train", "method", "comm", "checkpoint"):
-        for key, value in vars(getattr(config, section)).items():
-            smoke = getattr(defaults, section)
-            if value != getattr(smoke, key) or key in ("steps", "warmup_steps", "eval_every", "eval_sequences"):
-                if section == "train" or value != getattr(smoke, key):
-                    settings.append(f"{section}.{key}={json.dumps(value)}")
-    if config.method.exchange == "parameters":
-        settings.append(f"method.sync_every_steps={config.method.sync_every_steps}")
+    """Words after `-m` that train `config` from the command line."""
+    smoke = run_config(config.name, scale="smoke")
+    settings = [
+        f"{section}.{key}={json.dumps(value)}"
+        for section in ("model", "data", "train", "method", "comm", "checkpoint")
+        for key, value in vars(getattr(config, section)).items()
+        if value != getattr(getattr(smoke, section), key)
+    ]
     words = ["lowcomm.train", config.name, "--scale", "smoke", "--data", str(corpus), "--out", str(out)]
     return words + [w for s in settings for w in ("--set", s)]
 
@@ -251,8 +250,6 @@ def test_a_checkpoint_of_another_run_is_refused(override: dict, message: str, co
     _stopped(corpus, tmp_path / "run")
     other = small_run("diloco_m2", checkpoint={"every_steps": 3}, **override)
     if "seed" in override:
-        import dataclasses
-
         other = dataclasses.replace(small_run("diloco_m2", checkpoint={"every_steps": 3}), seed=1)
     with pytest.raises(ConfigError, match=message):
         train_in_threads(other, corpus, tmp_path / "run")
@@ -302,8 +299,6 @@ def test_the_saved_model_is_the_evaluated_one(reference: Path, corpus: Path) -> 
     assert rows[-1]["val_loss"] == summary["val_loss"]
 
     def evaluate(world: World) -> float:
-        from lowcomm.data import TokenData
-
         t = LONG.train
         data = TokenData(corpus, seq_len=t.seq_len, global_batch=t.global_batch, seed=0)
         trainer = Trainer(LONG, world, data)

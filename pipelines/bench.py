@@ -1,0 +1,165 @@
+"""Ratios, measured side by side in one run.
+
+    python -m pipelines.bench
+
+1. The trainer's tokens/s over those of a bare PyTorch loop with the same model, batch and optimizer.
+2. The engine's share of a step without exchange.
+3. The seconds of an fp32 outer exchange (`World.mean`) over those of torch.distributed's all-reduce of the same tensor.
+
+In 1 the two alternate in blocks inside one process, in 3 call by call inside the same ranks, so that a
+machine whose speed drifts slows both. Medians are quoted, with the quartiles.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from lowcomm.comm import run_threads, world_from_torchrun
+from lowcomm.config import ROOT, run_config
+from lowcomm.data import TokenData, prepared
+from lowcomm.model import Decoder
+from lowcomm.train import Trainer, inner_optimizer, train
+
+BLOCK, BLOCKS = 50, 12
+PAYLOADS = {1_000_000: 100, 16_000_000: 20}  # fp32 values -> calls: 4 MB and 64 MB
+RANKS = (2, 4)
+
+
+def quartiles(values: list[float]) -> str:
+    """'1.002 (0.995 to 1.010)': median and quartiles."""
+    low, mid, high = statistics.quantiles(values, n=4)
+    return f"{mid:.3f} ({low:.3f} to {high:.3f})"
+
+
+def trainer_and_engine() -> tuple[list[float], list[float]]:
+    """(trainer speed over bare speed, a value a block; engine's share of the step, a value a step)."""
+    scale = "laptop"
+    steps = BLOCK * BLOCKS
+    config = run_config(
+        "diloco_m2",
+        scale=scale,
+        replicas=1,
+        train={"steps": steps, "eval_every": 0},
+        method={"sync_every_steps": steps},  # one exchange, after the last step: none is timed
+    )
+    folder = prepared(config.data.corpus, scale)
+    t = config.train
+    data = TokenData(folder, seq_len=t.seq_len, global_batch=t.global_batch, seed=0)
+    model = Decoder(config.model).initialise(0)
+    optimizer = inner_optimizer(model, t)
+    parameters = list(model.parameters())
+
+    def bare_block() -> float:
+        begin = time.perf_counter()
+        for step in range(1, BLOCK + 1):
+            tokens = data.batch(step)
+            loss, entropy = model.losses(tokens[:, :-1], tokens[:, 1:])
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(parameters, t.clip_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+            entropy.item()
+        return time.perf_counter() - begin
+
+    ratios: list[float] = []
+    shares: list[float] = []
+    mark = [time.perf_counter()]
+
+    def on_row(trainer: Trainer, row: dict) -> None:
+        if row["step"] == 1:
+            _time_engine(trainer, shares)
+        if row["step"] % BLOCK == 0:
+            ours = time.perf_counter() - mark[0]
+            ratios.append(bare_block() / ours)
+            mark[0] = time.perf_counter()
+
+    with tempfile.TemporaryDirectory() as out:
+        run_threads(lambda w: train(config, w, folder, Path(out) / "run", on_row=on_row), replicas=1)
+    return ratios[1:-1], shares[1:-1]  # the first block warms up, the last holds the exchange
+
+
+def _time_engine(trainer: Trainer, shares: list[float]) -> None:
+    """Wrap a trainer's step and its engine's calls so that each step notes the engine's share."""
+    engine, spent = trainer.engine, [0.0]
+
+    def timed(call):
+        def wrapper(*args):
+            begin = time.perf_counter()
+            result = call(*args)
+            spent[0] += time.perf_counter() - begin
+            return result
+
+        return wrapper
+
+    engine.average_gradients = timed(engine.average_gradients)
+    engine.after_step = timed(engine.after_step)
+    step = trainer.step
+
+    def timed_step(number: int) -> dict:
+        spent[0], begin = 0.0, time.perf_counter()
+        row = step(number)
+        shares.append(spent[0] / (time.perf_counter() - begin))
+        return row
+
+    trainer.step = timed_step
+
+
+def exchange_ranks() -> None:
+    """Under torchrun: print one JSON line a payload with the ratios of World.mean to all_reduce."""
+    world = world_from_torchrun(replicas=int(os.environ["WORLD_SIZE"]))
+    for numel, calls in PAYLOADS.items():
+        x, y = torch.randn(numel), torch.randn(numel)
+        ratios = []
+        for call in range(calls):
+            spent = {}
+            for what in ("ours", "theirs") if call % 2 else ("theirs", "ours"):
+                world.barrier()
+                begin = time.perf_counter()
+                if what == "ours":
+                    world.mean(x, purpose="bench")
+                else:
+                    dist.all_reduce(y)
+                world.barrier()
+                spent[what] = time.perf_counter() - begin
+            if call >= 2:
+                ratios.append(spent["ours"] / spent["theirs"])
+        if world.rank == 0:
+            print(json.dumps({"ranks": world.size, "megabytes": 4 * numel / 1e6, "ratios": ratios}), flush=True)
+    world.close()
+
+
+def main() -> int:
+    """Run all benchmarks and print a table."""
+    if "RANK" in os.environ:
+        exchange_ranks()
+        return 0
+    torch.set_num_threads(1)
+    ratios, shares = trainer_and_engine()
+    print("| benchmark | ratio: median (quartiles) | asked for |\n|---|---|---|")
+    print(f"| trainer tokens/s over a bare loop's | {quartiles(ratios)} | at least 0.97 |")
+    print(f"| engine's share of a step without exchange, % | {quartiles([100 * s for s in shares])} | at most 0.5 |")
+    for ranks in RANKS:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(
+            [*command, "-m", "pipelines.bench"], env=environment, check=True, stdout=subprocess.PIPE, text=True
+        )
+        for line in done.stdout.splitlines():
+            found = json.loads(line)
+            what = f"fp32 exchange of {found['megabytes']:.0f} MB over all-reduce, {ranks} ranks"
+            print(f"| {what} | {quartiles(found['ratios'])} | at most 1.1 |")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

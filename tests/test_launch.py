@@ -1,0 +1,103 @@
+"""The launcher: it returns what the run returned, fails when a rank fails, and takes its ranks along."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lowcomm.config import ConfigError
+from lowcomm.launch import LaunchError, _Tail, curve_svg, launch
+from tests.conftest import VOCAB
+from tests.harness import clean_environment
+
+SETTINGS = [
+    *(f"{s}.vocab_size={VOCAB}" for s in ("model", "data")),
+    "train.steps=12",
+    "train.eval_sequences=8",
+    "method.sync_every_steps=4",
+]
+
+
+def test_launch_returns_the_summary(corpus: Path, tmp_path: Path) -> None:
+    folders = {"out": tmp_path / "out", "times": tmp_path / "times", "data": corpus}
+    summary = launch("diloco_m2", scale="smoke", settings=SETTINGS, **folders)
+    assert summary == json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["environment"]["transport"] == "ProcessTransport"
+    times = json.loads((tmp_path / "times" / "times.json").read_text())
+    assert times["tokens_per_s"] > 0
+
+
+def test_launch_refuses_bad_settings_before_it_starts(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="unknown key diloco_m2.train.stepz; did you mean 'steps'"):
+        launch("diloco_m2", scale="smoke", settings=["train.stepz=3"], out=tmp_path / "out", times=tmp_path / "times")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_failing_rank_fails_the_launch_with_its_message(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match=r"(?s)diloco_m2 failed with exit code 1.*no corpus in .*nowhere"):
+        launch(
+            "diloco_m2",
+            scale="smoke",
+            settings=SETTINGS,
+            out=tmp_path / "out",
+            times=tmp_path / "times",
+            data=tmp_path / "nowhere",
+        )
+
+
+def test_ranks_stop_when_their_launcher_is_killed(corpus: Path, tmp_path: Path) -> None:
+    code = (
+        "from pathlib import Path; from lowcomm.launch import launch;"
+        f"launch('diloco_m2', scale='smoke', settings={SETTINGS} + ['train.steps=100000'],"
+        f"out=Path({str(tmp_path / 'out')!r}), times=Path({str(tmp_path / 'times')!r}), data=Path({str(corpus)!r}))"
+    )
+    child = subprocess.Popen([sys.executable, "-c", code], env=clean_environment(), stderr=subprocess.DEVNULL)
+    metrics = tmp_path / "out" / "metrics" / "rank-001.jsonl"
+    while not (metrics.exists() and metrics.stat().st_size > 500):
+        assert child.poll() is None
+        time.sleep(0.05)
+    os.kill(child.pid, signal.SIGKILL)
+    child.wait()
+    deadline = time.monotonic() + 30
+    while not list((tmp_path / "out").glob("checkpoints/step-????????")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert list((tmp_path / "out").glob("checkpoints/step-????????"))
+    time.sleep(1.0)
+    size = metrics.stat().st_size
+    time.sleep(0.5)
+    assert metrics.stat().st_size == size  # nobody trains on
+
+
+def test_a_run_made_by_other_source_starts_over(corpus: Path, tmp_path: Path, capsys) -> None:
+    out, times = tmp_path / "out", tmp_path / "times"
+    (out / "checkpoints").mkdir(parents=True)
+    times.mkdir()
+    (times / "source.sha256").write_text("another")
+    launch("diloco_m2", scale="smoke", settings=SETTINGS, out=out, times=times, data=corpus)
+    assert "the source has changed since its checkpoint was written; starting over" in capsys.readouterr().out
+
+
+def test_the_tail_gives_whole_lines_once(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    tail = _Tail(path)
+    assert tail.rows() == []
+    path.write_text('{"step": 1}\n{"st')
+    assert tail.rows() == [{"step": 1}]
+    assert tail.rows() == []
+    path.write_text('{"step": 1}\n{"step": 2}\n')
+    assert tail.rows() == [{"step": 2}]
+    path.write_text("")  # a fresh start truncates
+    assert tail.rows() == []
+
+
+def test_the_live_curve_spans_the_run() -> None:
+    assert curve_svg([(1, 5.0)], 100) == ""
+    svg = curve_svg([(1, 6.0), (50, 4.0)], 100)
+    assert 'points="4.8,2.0 240.0,88.0"' in svg
