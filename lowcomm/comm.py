@@ -18,8 +18,8 @@ shares, sum, share the sums), so both transports add in the same order and runs 
 
 from __future__ import annotations
 
-import queue
 import threading
+import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal
@@ -28,188 +28,13 @@ import torch
 from torch import Tensor
 
 from lowcomm.accounting import mean_bytes, shares
+from lowcomm.axis import AxisState, Handle, Op
 from lowcomm.config import CommConfig, ConfigError
-from lowcomm.transport import CommError, Header, ProcessTransport, ThreadHub, ThreadTransport, Transport
-from lowcomm.wire import Ledger, Link, RealClock, Span, Trace, VirtualClock
+from lowcomm.transport import ProcessTransport, ThreadHub, ThreadTransport, Transport
+from lowcomm.wire import Ledger, Link, RealClock, Trace, VirtualClock
 
 Axis = Literal["replica", "stage", "world"]
-_CHANNEL = {"replica": 0, "stage": 1, "world": 2}
 _SUMMED = (torch.float32, torch.float64, torch.int32, torch.int64)
-
-
-class Handle:
-    """A verb under way."""
-
-    def __init__(self, world: World, future: Future, op: _Op | None):
-        self._world, self._future, self._op = world, future, op
-
-    def wait(self) -> Any:
-        """The verb's result. Raises CommError if it failed."""
-        clock = self._world.clock
-        entered = clock.now()
-        value = self._future.result()
-        if self._op is not None:
-            clock.settle(entered, self._op.finished)
-            self._op.record(entered, clock.now())
-            self._op = None
-        return value
-
-
-class _Op:
-    """One verb on its way: names, clock and bill of its messages."""
-
-    def __init__(self, axis: _AxisState, verb: str, purpose: str, agreed: str):
-        self.axis, self.verb, self.purpose = axis, verb, purpose
-        self.world = axis.world
-        self.step = self.world.step
-        self.name = f"{verb} of {agreed} for {purpose!r}"
-        self.submitted = self.finished = self.world.clock.now()
-        self.nbytes = 0
-
-    def _now(self) -> float:
-        clock = self.world.clock
-        return self.finished if clock.is_virtual else clock.now()
-
-    def swap(
-        self,
-        out: Sequence[tuple[int, Tensor]],
-        into: Sequence[tuple[int, Tensor | None]],
-        *,
-        buffered: bool = False,
-        agreed: bool = False,
-    ) -> list[Tensor]:
-        """Send and take along the axis (indices on it); a None buffer is made as the header says.
-
-        `agreed`: an earlier swap of this verb has compared headers with the same ranks.
-        """
-        axis, link, ranks = self.axis, self.axis.link, self.axis.ranks
-        outgoing, taken = [], []
-        for dst, x in out:
-            begin = max(self._now(), axis.egress_free)
-            nbytes = x.numel() * x.element_size()
-            axis.egress_free = begin + link.seconds(nbytes)
-            self.world.ledger.bill(axis.name, self.purpose, self.step, nbytes)
-            self.nbytes += nbytes
-            outgoing.append((ranks[dst], Header(self.name, tuple(x.shape), str(x.dtype), x.device.type, begin), x))
-
-        def accept(src: int, buffer: Tensor | None) -> Callable[[Header], Tensor]:
-            def check(header: Header) -> Tensor:
-                if header.op != self.name:
-                    raise CommError(f"rank {ranks[src]} is in {header.op}")
-                dtype = getattr(torch, header.dtype.removeprefix("torch."))
-                x = buffer
-                if x is None:
-                    x = torch.empty(header.shape, dtype=dtype, device=axis.device if header.device != "cpu" else "cpu")
-                if tuple(x.shape) != header.shape or x.dtype != dtype:
-                    raise CommError(
-                        f"rank {ranks[src]} sent {header.dtype}{list(header.shape)}, expected {x.dtype}{list(x.shape)}"
-                    )
-                nbytes = x.numel() * x.element_size()
-                begin = max(header.begin + link.latency_s, axis.ingress_free)
-                axis.ingress_free = begin + link.seconds(nbytes)
-                self.finished = max(self.finished, axis.ingress_free)
-                taken.append(x)
-                return x
-
-            return check
-
-        self.world.transport.swap(
-            _CHANNEL[axis.name],
-            outgoing,
-            [(ranks[src], x, accept(src, x)) for src, x in into],
-            buffered=buffered,
-            agreed=agreed,
-        )
-        self.world.clock.sleep_until(self.finished)
-        return taken
-
-    def record(self, entered: float, left: float) -> None:
-        if self.world.trace is not None:
-            self.world.trace.spans.append(
-                Span(
-                    self.world.rank,
-                    self.axis.name,
-                    self.verb,
-                    self.purpose,
-                    self.step,
-                    self.nbytes,
-                    self.submitted,
-                    self.finished,
-                    entered,
-                    left,
-                )
-            )
-
-
-class _AxisState:
-    """This rank's line of the grid along one axis, its wire, and the thread that works on it."""
-
-    def __init__(self, world: World, name: Axis, ranks: list[int], link: Link):
-        self.world, self.name, self.ranks, self.link = world, name, ranks, link
-        self.index, self.size = ranks.index(world.rank), len(ranks)
-        self.device = world.device
-        self.egress_free = self.ingress_free = float("-inf")
-        self.free_at = float("-inf")
-        self.group = None  # process group, for native reductions only
-        self._count = 0
-        self._scratch: dict[tuple[torch.dtype, torch.device], Tensor] = {}
-        self._tasks: queue.SimpleQueue = queue.SimpleQueue()
-        if self.size > 1:
-            threading.Thread(target=self._work, name=f"{name}-wire-{world.rank}", daemon=True).start()
-
-    def _work(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
-        while (task := self._tasks.get()) is not None:
-            task()
-
-    def submit(
-        self,
-        verb: str,
-        purpose: str,
-        agreed: str,
-        body: Callable[[_Op], Any],
-        *,
-        everyone: bool = True,
-    ) -> Handle:
-        """Queue `body`; `agreed` is what all who take part must say alike.
-
-        What the whole axis does is numbered, so that ranks out of step find out; what some members
-        do among themselves is matched by the order between each pair.
-        """
-        if everyone:
-            verb = f"{verb} #{self._count}"
-            self._count += 1
-        op = _Op(self, verb, purpose, agreed)
-        future: Future = Future()
-
-        def task() -> None:
-            op.finished = max(op.finished, self.free_at)
-            try:
-                value = body(op)
-                if not self.world.clock.is_virtual:
-                    op.finished = self.world.clock.now()
-                self.free_at = op.finished
-            except Exception as error:  # whatever it is, the caller and the peers must hear of it
-                where = f"rank {self.world.rank} ({self.name} {self.index} of {self.size}), step {op.step}, {op.name}"
-                lost = CommError(f"{where}: {error}")
-                self.world.transport.abort(str(lost))
-                future.set_exception(lost)
-            else:
-                future.set_result(value)
-
-        self._tasks.put(task)
-        return Handle(self.world, future, op)
-
-    def scratch(self, numel: int, like: Tensor) -> Tensor:
-        """A buffer that the axis keeps, so that a large reduction does not fault its pages in anew."""
-        key = like.dtype, like.device
-        if key not in self._scratch or self._scratch[key].numel() < numel:
-            self._scratch[key] = torch.empty(numel, dtype=like.dtype, device=like.device)
-        return self._scratch[key][:numel]
-
-    def stop(self) -> None:
-        self._tasks.put(None)
 
 
 class World:
@@ -256,9 +81,9 @@ class World:
         link = Link(comm.link_mbit_per_s * 1e6, comm.link_latency_ms * 1e-3)
         grid = torch.arange(self.size).view(stages, replicas)
         self._axes = {
-            "replica": _AxisState(self, "replica", grid[self.stage].tolist(), link),
-            "stage": _AxisState(self, "stage", grid[:, self.replica].tolist(), link),
-            "world": _AxisState(self, "world", list(range(self.size)), Link()),  # control: no link is modelled
+            "replica": AxisState(self, "replica", grid[self.stage].tolist(), link),
+            "stage": AxisState(self, "stage", grid[:, self.replica].tolist(), link),
+            "world": AxisState(self, "world", list(range(self.size)), Link()),  # control: no link is modelled
         }
         if comm.reduction == "native":
             for row in grid.tolist():
@@ -294,7 +119,7 @@ class World:
             return state.submit(f"native {verb}", purpose, _like(x), lambda op: self._native(op, x, verb))
         flat = x.view(-1)
 
-        def body(op: _Op) -> Tensor:
+        def body(op: Op) -> Tensor:
             own = self._reduce_share(op, flat)
             if verb == "mean":  # each value once, before it is shared
                 own.div_(state.size)
@@ -313,7 +138,7 @@ class World:
             return x.view(-1)
         return state.submit("reduce_scatter", purpose, _like(x), lambda op: self._reduce_share(op, x.view(-1))).wait()
 
-    def _reduce_share(self, op: _Op, flat: Tensor) -> Tensor:
+    def _reduce_share(self, op: Op, flat: Tensor) -> Tensor:
         """Exchange shares and sum this rank's in rank order, into its place in `flat`."""
         state = op.axis
         begin_end = shares(flat.numel(), state.size)
@@ -328,7 +153,7 @@ class World:
             total = torch.add(total, part_of[i], out=own if i >= state.index else total)
         return own
 
-    def _native(self, op: _Op, x: Tensor, verb: str) -> Tensor:
+    def _native(self, op: Op, x: Tensor, verb: str) -> Tensor:
         state = op.axis
         nbytes = mean_bytes(x.numel(), x.element_size(), state.size, state.index)  # nominal: a ring's
         self.ledger.bill(state.name, op.purpose, op.step, nbytes)
@@ -353,13 +178,14 @@ class World:
             return self._done([x])
         to, source = _rotation(members, state.index)
 
-        def body(op: _Op) -> list[Tensor]:
+        def body(op: Op) -> list[Tensor]:
             taken = op.swap([(i, x) for i in to], [(i, None) for i in source])
             part_of = dict(zip(source, taken, strict=True)) | {state.index: x}
             return [part_of[i] for i in members]
 
         everyone = len(members) == state.size
-        return state.submit("exchange", purpose, f"{x.dtype} among {members}", body, everyone=everyone)
+        named = f"all {state.size}" if everyone else f"{len(members)}, {zlib.crc32(repr(members).encode()):08x}"
+        return state.submit("exchange", purpose, f"{x.dtype} among {named}", body, everyone=everyone)
 
     def send_async(self, x: Tensor, to: int, *, purpose: str, axis: Axis = "stage") -> Handle:
         """Send contiguous `x` to index `to`; the tensor may change as soon as `wait()` returns."""
@@ -380,7 +206,7 @@ class World:
             return x
         others = [i for i in range(state.size) if i != root]
 
-        def body(op: _Op) -> Tensor:
+        def body(op: Op) -> Tensor:
             if state.index == root:
                 op.swap([(i, x) for i in others], [])
             else:

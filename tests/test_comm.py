@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from lowcomm.accounting import mean_bytes, ring_seconds, shares
-from lowcomm.comm import CommError, World, run_threads
+from lowcomm.comm import World, run_threads
 from lowcomm.config import ROOT, CommConfig, ConfigError
-from lowcomm.transport import ThreadHub, ThreadTransport
+from lowcomm.transport import CommError, ThreadHub, ThreadTransport
 from lowcomm.wire import VirtualClock
 from tests.harness import as_processes, as_threads
 
@@ -130,6 +130,17 @@ def test_a_silent_rank_times_out_by_name(tmp_path: Path) -> None:
 def test_a_killed_rank_is_missed_by_name(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"rank 0 .*for 'outer': (waiting for|sending to) rank 1"):
         as_processes("peer_is_killed", 2, tmp_path, timeout_s=60)
+
+
+def test_headers_hold_the_names_of_large_groups() -> None:
+    ranks, half = 160, list(range(0, 160, 2))
+
+    def work(world: World) -> int:
+        group = half if world.rank in half else [world.rank]
+        parts = world.exchange(torch.tensor([world.rank]), purpose="large", group=group)
+        return int(torch.cat(parts).sum())
+
+    assert run_threads(work, replicas=ranks) == [sum(half) if r in half else r for r in range(ranks)]
 
 
 def test_ranks_must_fill_the_grid() -> None:

@@ -1,0 +1,200 @@
+"""The repository as a whole: notebooks, stages, results and README tell one story."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+import yaml
+
+from lowcomm.config import ROOT, ConfigError, load_params
+from lowcomm.report import paper
+from pipelines.clean import cleaned
+from pipelines.index import BEGIN, END, index, readme_block, with_block
+from pipelines.run_notebook import check_parameters
+from tests.harness import clean_environment
+
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+STAGES = yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+def test_notebooks_are_clean_on_disk(path: Path) -> None:
+    assert path.read_text() == cleaned(path.read_text()), "run `make lint`"
+
+
+def test_cleaning_is_deterministic_and_keeps_only_checked_outputs() -> None:
+    notebook = nbformat.v4.new_notebook()
+    stream = {"output_type": "stream", "name": "stdout", "text": "42\n"}
+    for source in ("print(42)", "# NBVAL_CHECK_OUTPUT\nprint(42)"):
+        notebook.cells.append(nbformat.v4.new_code_cell(source, outputs=[stream], execution_count=7))
+    once = cleaned(nbformat.writes(notebook))
+    assert cleaned(once) == once
+    dropped, kept = nbformat.reads(once, as_version=4).cells
+    assert (dropped.outputs, dropped.execution_count) == ([], None)
+    assert kept.outputs[0]["text"] == "42\n"
+
+
+def test_the_runner_refuses_unknown_parameters() -> None:
+    with pytest.raises(ConfigError, match=r"20_train.ipynb has no parameter 'rum'; did you mean 'run'"):
+        check_parameters(ROOT / "notebooks" / "20_train.ipynb", {"rum": "x"})
+
+
+def test_the_runner_reports_a_failing_cell(tmp_path: Path) -> None:
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("raise ValueError('no such thing')")])
+    path = tmp_path / "fails.ipynb"
+    path.write_text(cleaned(nbformat.writes(notebook)))
+    done = subprocess.run(
+        [sys.executable, "-m", "pipelines.run_notebook", str(path), "fails-test"],
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "fails.ipynb failed in cell 1: ValueError: no such thing" in done.stderr
+
+
+def _imports(source: str) -> set[str]:
+    """Modules of `lowcomm` that a source imports, or starts by name with `-m`."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.module == "lowcomm":
+            found |= {a.name for a in node.names}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lowcomm."):
+            found.add(node.module.split(".")[1])
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found |= set(re.findall(r"^lowcomm\.(\w+)$", node.value))
+    return {m for m in found if (ROOT / "lowcomm" / f"{m}.py").exists()}
+
+
+def _closure(source: Path) -> set[str]:
+    if source.suffix == ".py":
+        todo = _imports(source.read_text())
+    else:
+        cells = nbformat.read(source, as_version=4).cells
+        todo = set().union(*(_imports(c.source) for c in cells if c.cell_type == "code"))
+    done: set[str] = set()
+    while todo:
+        module = todo.pop()
+        done.add(module)
+        todo |= _imports((ROOT / "lowcomm" / f"{module}.py").read_text()) - done
+    return done
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stage_depends_on_the_modules_that_it_imports(stage: str) -> None:
+    entry = STAGES[stage].get("do", STAGES[stage])
+    source = "pipelines/index.py" if stage == "index" else re.search(r"notebooks/\S+\.ipynb", entry["cmd"]).group()
+    assert source in entry["deps"]
+    listed = {Path(d).stem for d in entry["deps"] if d.startswith("lowcomm/")}
+    assert listed == _closure(ROOT / source) | {"__init__"}
+
+
+def test_training_stages_cache_all_and_tables_are_in_git() -> None:
+    for name, stage in STAGES.items():
+        outs = stage.get("do", stage)["outs"]
+        uncached = [isinstance(o, dict) and next(iter(o.values())).get("cache") is False for o in outs]
+        paths = [next(iter(o)) if isinstance(o, dict) else o for o in outs]
+        assert all(uncached) == all(p.startswith("results/") for p in paths), name
+        assert all(uncached) or not any(uncached), f"{name}: one uncached output switches off the run cache"
+
+
+def test_the_index_lists_every_table() -> None:
+    listed = {d for d in STAGES["index"]["deps"] if d.endswith(".md")}
+    made = set()
+    for stage in STAGES.values():
+        keys = load_params()["corpora"] if stage.get("foreach") == "${corpora}" else [""]
+        for out in stage.get("do", stage)["outs"]:
+            path = next(iter(out)) if isinstance(out, dict) else out
+            made |= {path.replace("${key}", k) for k in keys if path.endswith(".md")}
+    assert listed == made - {"results/README.md"}
+
+
+def test_committed_results_are_those_of_the_committed_code() -> None:
+    dvc = Path(sys.executable).with_name("dvc")
+    done = subprocess.run(
+        [dvc, "repro", "--dry", "--allow-missing"],
+        cwd=ROOT,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Running stage" not in done.stdout, done.stdout
+
+
+def test_readme_and_index_show_the_results() -> None:
+    assert (ROOT / "results" / "README.md").read_text() == index()
+    readme = (ROOT / "README.md").read_text()
+    assert BEGIN in readme
+    assert END in readme
+    assert with_block(readme) == readme
+    assert "Table 5" in readme_block()
+
+
+def test_readme_lists_every_module() -> None:
+    readme = (ROOT / "README.md").read_text()
+    for folder in ("lowcomm", "pipelines", "notebooks"):
+        for path in (ROOT / folder).iterdir():
+            if path.suffix in (".py", ".ipynb") and path.stem not in ("__init__", "conftest"):
+                assert path.name in readme, f"{folder}/{path.name} is not in the README's tree"
+
+
+def test_environment_yml_has_the_pins_of_pyproject() -> None:
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pins = {*project["dependencies"], *project["optional-dependencies"]["dev"]}
+    conda = yaml.safe_load((ROOT / "environment.yml").read_text())["dependencies"]
+    pip = next(d["pip"] for d in conda if isinstance(d, dict))
+    assert {p for p in pip if not p.startswith("-")} == pins
+    assert "-e .[dev]" in pip
+    locked = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split())
+    for pin in pins:
+        name, version = pin.split("==")
+        assert locked[name] == version
+
+
+def test_published_numbers_say_where_they_stand_and_how_sure_they_are() -> None:
+    for path in (ROOT / "results" / "papers").glob("*.yaml"):
+        for name, table in paper(path.stem)["tables"].items():
+            assert table["where"], name
+            assert table["certainty"] in ("printed", "derived", "inferred"), name
+            columns = {frozenset(r) for r in table["rows"]}
+            assert len(columns) == 1, f"{path.stem}, {name}: rows have different columns"
+
+
+def test_a_paper_without_a_file_suggests_the_nearest() -> None:
+    with pytest.raises(ValueError, match="no paper named 'streaming_dilocko'; did you mean 'streaming_diloco'"):
+        paper("streaming_dilocko")
+
+
+def test_the_whole_graph_reproduces_at_smoke_scale(tmp_path: Path) -> None:
+    """In a copy of the checkout: dvc repro, a clean status, and a second repro that does nothing."""
+    copy = tmp_path / "copy"
+    ignore = shutil.ignore_patterns(".git", ".venv", "build", "dvc.lock", "laptop", "*.egg-info", "tmp", "cache")
+    shutil.copytree(ROOT, copy, ignore=ignore)
+    params = (copy / "params.yaml").read_text()
+    (copy / "params.yaml").write_text(params.replace("\nscale: laptop\n", "\nscale: smoke\n"))
+    subprocess.run(["git", "init", "-q"], cwd=copy, check=True)
+    path = f"{Path(sys.executable).parent}:{clean_environment()['PATH']}"
+    environment = clean_environment(PATH=path, PYTHONPATH=str(copy))
+
+    def dvc(*words: str) -> str:
+        done = subprocess.run(["dvc", *words], cwd=copy, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    assert "Running stage 'index'" in dvc("repro")
+    assert "Data and pipelines are up to date" in dvc("status")
+    assert "Running stage" not in dvc("repro")
+    assert (copy / "results" / "smoke" / "streaming_diloco" / "table5.csv").exists()
+    assert "DiLoCo, M=4" in (copy / "results" / "smoke" / "streaming_diloco" / "table5.md").read_text()
