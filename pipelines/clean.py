@@ -2,6 +2,7 @@
 
     python -m pipelines.clean            clean all of notebooks/
     python -m pipelines.clean --check    say which are not clean, change nothing
+    python -m pipelines.clean --refresh  first run the notebooks that have checked cells, to renew their outputs
 
 Outputs go, except those of cells that begin with `# NBVAL_CHECK_OUTPUT`, whose exact integers nbval compares.
 """
@@ -10,8 +11,10 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 import nbformat
+from nbclient import NotebookClient
 
 from lowcomm.config import ROOT
 
@@ -32,25 +35,33 @@ def cleaned(text: str) -> str:
         cell.metadata = {"tags": tags} if tags else {}
         cell.source = cell.source.rstrip()
         if cell.cell_type == "code":
-            cell.execution_count = None
             kept = cell.outputs if cell.source.startswith(KEEP) else []
+            cell.execution_count = 1 if kept else None  # nbval wants a cell with outputs to have been run
             for output in kept:
-                output.pop("execution_count", None)
                 if output.output_type == "execute_result":
-                    output.execution_count = None
+                    output.execution_count = 1
             cell.outputs = kept
     return nbformat.writes(notebook, indent=1, ensure_ascii=False).rstrip() + "\n"
+
+
+def refreshed(path: Path) -> str:
+    """A notebook's JSON text after running it at its defaults, if it has cells whose outputs are checked."""
+    notebook = nbformat.read(path, as_version=4)
+    if any(c.source.startswith(KEEP) for c in notebook.cells if c.cell_type == "code"):
+        NotebookClient(notebook, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}}).execute()
+    return nbformat.writes(notebook)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; exit status 1 if `--check` finds a notebook that is not clean."""
     parser = argparse.ArgumentParser(prog="python -m pipelines.clean", description=__doc__.split("\n")[0])
     parser.add_argument("--check", action="store_true")
+    parser.add_argument("--refresh", action="store_true")
     args = parser.parse_args(argv)
     dirty = []
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         before = path.read_text()
-        after = cleaned(before)
+        after = cleaned(refreshed(path) if args.refresh else before)
         if before != after:
             dirty.append(path.name)
             if not args.check:

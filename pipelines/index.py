@@ -31,14 +31,11 @@ def index() -> str:
     root = ROOT / "results"
     for scale in SCALES:
         tables = sorted((root / scale).glob("*/*.md"))
-        if not tables:
-            continue
-        parts += [f"## Scale: {scale}", ""]
         seen = ""
         for table in tables:
             group = table.parent.name
             if group != seen:
-                parts += [f"## {TITLES.get(group, group)}", ""]
+                parts += [f"## {TITLES.get(group, group)}, scale {scale}", ""]
                 seen = group
             parts += [table.read_text().rstrip(), ""]
             if table.with_suffix(".png").exists():
