@@ -31,7 +31,7 @@ def test_notebooks_are_clean_on_disk(path: Path) -> None:
 
 def test_cleaning_is_deterministic_and_keeps_only_checked_outputs() -> None:
     notebook = nbformat.v4.new_notebook()
-    stream = {"output_type": "stream", "name": "stdout", "text": "42\n"}
+    stream = nbformat.v4.new_output("stream", name="stdout", text="42\n")
     for source in ("print(42)", "# NBVAL_CHECK_OUTPUT\nprint(42)"):
         notebook.cells.append(nbformat.v4.new_code_cell(source, outputs=[stream], execution_count=7))
     once = cleaned(nbformat.writes(notebook))
