@@ -66,11 +66,16 @@ def with_block(readme: str) -> str:
 
 
 def write_times(scale: str) -> None:
-    """results/<scale>/times.csv from the stages that the last reproductions ran."""
-    rows = [json.loads(p.read_text()) for p in sorted((BUILD / "times" / scale / "stages").glob("*.json"))]
-    if rows and scale != "smoke":
-        rows.append({"stage": "all", "seconds": round(sum(r["seconds"] for r in rows), 1)})
-        pd.DataFrame(rows).to_csv(ROOT / "results" / scale / "times.csv", index=False, lineterminator="\n")
+    """Renew the rows of results/<scale>/times.csv whose stages have run here."""
+    path = ROOT / "results" / scale / "times.csv"
+    seconds = dict(pd.read_csv(path).itertuples(index=False)) if path.exists() else {}
+    for found in sorted((BUILD / "times" / scale / "stages").glob("*.json")):
+        row = json.loads(found.read_text())
+        seconds[row["stage"]] = row["seconds"]
+    seconds.pop("all", None)
+    if seconds and scale != "smoke":
+        rows = [*sorted(seconds.items()), ("all", round(sum(seconds.values()), 1))]
+        pd.DataFrame(rows, columns=["stage", "seconds"]).to_csv(path, index=False, lineterminator="\n")
 
 
 def main(argv: list[str] | None = None) -> int:
