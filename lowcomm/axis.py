@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lowcomm.transport import CommError, Header
+from lowcomm.transport import CommError, Consume, Header
 from lowcomm.wire import Link, Span
 
 if TYPE_CHECKING:
@@ -65,10 +65,12 @@ class Op:
         *,
         buffered: bool = False,
         agreed: bool = False,
+        consume: Consume | None = None,
     ) -> list[Tensor]:
         """Send and take along the axis (indices on it); a None buffer is made as the header says.
 
         `agreed`: an earlier swap of this verb has compared headers with the same ranks.
+        `consume`: see `Transport.swap`.
         """
         axis, link, ranks = self.axis, self.axis.link, self.axis.ranks
         outgoing, taken = [], []
@@ -107,6 +109,7 @@ class Op:
             [(ranks[src], x, accept(src, x)) for src, x in into],
             buffered=buffered,
             agreed=agreed,
+            consume=consume,
         )
         self.world.clock.sleep_until(self.finished)
         return taken
@@ -140,16 +143,17 @@ class AxisState:
         self.free_at = float("-inf")
         self.group = None  # process group, for native reductions only
         self._count = 0
-        self._scratch: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         self._tasks: queue.SimpleQueue = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name=f"{name}-wire-{world.rank}", daemon=True)
         if self.size > 1:
-            threading.Thread(target=self._work, name=f"{name}-wire-{world.rank}", daemon=True).start()
+            self._thread.start()
 
     def _work(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         while (task := self._tasks.get()) is not None:
             task()
+            del task  # and with it the tensors of the verb
 
     def submit(
         self,
@@ -189,12 +193,8 @@ class AxisState:
         self._tasks.put(task)
         return Handle(self.world, future, op)
 
-    def scratch(self, numel: int, like: Tensor) -> Tensor:
-        """A buffer that the axis keeps, so that a large reduction does not fault its pages in anew."""
-        key = like.dtype, like.device
-        if key not in self._scratch or self._scratch[key].numel() < numel:
-            self._scratch[key] = torch.empty(numel, dtype=like.dtype, device=like.device)
-        return self._scratch[key][:numel]
-
     def stop(self) -> None:
-        self._tasks.put(None)
+        """Finish what is queued and end the thread: one that outlives the interpreter aborts the process."""
+        if self._thread.is_alive():
+            self._tasks.put(None)
+            self._thread.join()

@@ -120,9 +120,7 @@ class World:
         flat = x.view(-1)
 
         def body(op: Op) -> Tensor:
-            own = self._reduce_share(op, flat)
-            if verb == "mean":  # each value once, before it is shared
-                own.div_(state.size)
+            own = self._reduce_share(op, flat, verb)
             begin_end = shares(flat.numel(), state.size)
             to, source = _rotation(list(range(state.size)), state.index)
             op.swap([(i, own) for i in to], [(i, flat[slice(*begin_end[i])]) for i in source], agreed=True)
@@ -136,21 +134,26 @@ class World:
         self._check_summable(x)
         if state.size == 1:
             return x.view(-1)
-        return state.submit("reduce_scatter", purpose, _like(x), lambda op: self._reduce_share(op, x.view(-1))).wait()
+        return state.submit("reduce_scatter", purpose, _like(x), lambda op: self._reduce_share(op, x.view(-1), "sum")).wait()
 
-    def _reduce_share(self, op: Op, flat: Tensor) -> Tensor:
-        """Exchange shares and sum this rank's in rank order, into its place in `flat`."""
+    def _reduce_share(self, op: Op, flat: Tensor, verb: Literal["sum", "mean"]) -> Tensor:
+        """Exchange shares and reduce this rank's in rank order, into its place in `flat`."""
         state = op.axis
         begin_end = shares(flat.numel(), state.size)
         own = flat[slice(*begin_end[state.index])]
         to, source = _rotation(list(range(state.size)), state.index)
-        buffers = state.scratch(len(source) * own.numel(), flat).view(len(source), own.numel())
-        part_of = dict(zip(source, buffers, strict=True)) | {state.index: own}
-        op.swap([(i, flat[slice(*begin_end[i])]) for i in to], [(i, part_of[i]) for i in source])
-        total = part_of[0]
-        for i in range(1, state.size):
-            # In rank order; the running sum moves into `own` as soon as its old values are used up.
-            total = torch.add(total, part_of[i], out=own if i >= state.index else total)
+
+        def add(begin: int, end: int, parts: list[Tensor]) -> None:
+            mine = own[begin:end]
+            part_of = dict(zip(source, parts, strict=True)) | {state.index: mine}
+            total = part_of[0]
+            for i in range(1, state.size):
+                # In rank order; the running sum moves into its place as soon as the old values there are used up.
+                total = torch.add(total, part_of[i], out=mine if i >= state.index else total)
+            if verb == "mean":
+                mine.div_(state.size)
+
+        op.swap([(i, flat[slice(*begin_end[i])]) for i in to], [(i, own) for i in source], consume=add)
         return own
 
     def _native(self, op: Op, x: Tensor, verb: str) -> Tensor:
@@ -247,9 +250,13 @@ class World:
         """Finish what is under way and let go of the transport."""
         if self.size > 1:
             self.barrier()
+        self.stop()
+        self.transport.close()
+
+    def stop(self) -> None:
+        """End this rank's wires: after an abort, when there is nobody left to wait for."""
         for axis in self._axes.values():
             axis.stop()
-        self.transport.close()
 
     def _check_summable(self, x: Tensor) -> None:
         if x.dtype not in _SUMMED:
@@ -295,6 +302,7 @@ def run_threads(
     order: list[int] = []
 
     def body(rank: int) -> None:
+        world = None
         try:
             world = World(
                 ThreadTransport(hub, rank), replicas=replicas, stages=stages, comm=comm, device=default_device()
@@ -305,9 +313,14 @@ def run_threads(
             errors[rank] = error
             order.append(rank)
             hub.abort(f"rank {rank} failed: {type(error).__name__}: {error}")
+            if world is not None:
+                world.stop()
 
     before = torch.get_num_threads()
     torch.set_num_threads(1)  # as under torchrun: losses must not depend on the transport
+    # MKL's vector functions set themselves up on first use, and not safely: of two threads that both come first,
+    # one may get cosines that are off in the fourth digit. So the first use is here, alone.
+    torch.ones(1).cos()
     threads = [threading.Thread(target=body, args=(r,), name=f"rank-{r}", daemon=True) for r in range(ranks)]
     try:
         for t in threads:

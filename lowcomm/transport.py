@@ -24,6 +24,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 HEADER_BYTES = 512
+#: A payload that is consumed as it comes is cut into pieces of this size, and this many of them are on their way
+#: from each peer: small enough that a piece is summed while it is still in the cache.
+PIECE_BYTES, PIECES_AHEAD = 2 << 20, 4
 
 
 class CommError(RuntimeError):
@@ -55,6 +58,8 @@ class Header:
 Outgoing = tuple[int, Header, Tensor]  # destination rank, header, contiguous payload
 #: Source rank, the buffer if its shape is known beforehand, and header -> buffer (or CommError).
 Incoming = tuple[int, Tensor | None, Callable[[Header], Tensor]]
+#: (begin, end, the values [begin, end) of each incoming payload, in the order of `into`); may overwrite them.
+Consume = Callable[[int, int, list[Tensor]], None]
 
 
 class Transport(Protocol):
@@ -71,10 +76,13 @@ class Transport(Protocol):
         *,
         buffered: bool = False,
         agreed: bool = False,
+        consume: Consume | None = None,
     ) -> None:
         """Post `out`, fill `into`.
 
         Buffered: return before the receivers took `out`. Agreed: headers cannot disagree any more.
+        Consume (all ranks or none): payloads, all of one size, are handed over piece by piece and not kept;
+        the buffers of `into` only say their shape.
         """
 
     def note(self, key: str, value: str) -> None:
@@ -125,7 +133,9 @@ class ThreadTransport:
         *,
         buffered: bool = False,
         agreed: bool = False,
+        consume: Consume | None = None,
     ) -> None:
+        taken = []
         for dst, header, payload in out:
             # A copy, because the sender may change its tensor before the receiver looks.
             self.hub.box(self.rank, dst, channel).put((header, payload.clone()))
@@ -141,8 +151,12 @@ class ThreadTransport:
                 raise CommError(self.hub.aborted)
             header, payload = message
             buffer = accept(header)
-            if buffer.numel():
+            if consume:
+                taken.append(payload)
+            elif buffer.numel():
                 buffer.copy_(payload.view(buffer.shape))
+        if consume:
+            consume(0, taken[0].numel(), taken)
 
     def note(self, key: str, value: str) -> None:
         self.hub._notes[key] = value
@@ -192,6 +206,7 @@ class ProcessTransport:
         )
         self._posted: deque = deque()  # buffered sends still under way: (work, tensors kept alive, dst)
         self._lock = threading.Lock()
+        self._pieces: dict[tuple[int, int], Tensor] = {}  # (channel, sources) -> room for the pieces on their way
 
     def _wait(self, work: dist.Work, what: str) -> None:
         try:
@@ -220,11 +235,14 @@ class ProcessTransport:
         *,
         buffered: bool = False,
         agreed: bool = False,
+        consume: Consume | None = None,
     ) -> None:
         header_tag, payload_tag = 2 * channel, 2 * channel + 1
+        on_gpu = any(x.is_cuda for x in [*(x for _, _, x in out), *(x for _, x, _ in into if x is not None)])
+        in_pieces = consume is not None and not on_gpu
 
         def expect(src: int, buffer: Tensor) -> tuple[dist.Work, Tensor] | None:
-            if not buffer.numel() or (self.uses_nccl and buffer.is_cuda):
+            if in_pieces or not buffer.numel() or (self.uses_nccl and buffer.is_cuda):
                 return None
             wire = torch.empty_like(buffer, device="cpu") if buffer.is_cuda else buffer
             return self._expect(src, _bytes_of(wire), payload_tag), wire
@@ -240,12 +258,17 @@ class ProcessTransport:
             sends.append((self._post(dst, packed, header_tag), packed, dst))
             if payload.numel() and not (self.uses_nccl and payload.is_cuda):
                 wire = _bytes_of(payload.cpu() if payload.is_cuda else payload.clone() if buffered else payload)
-                sends.append((self._post(dst, wire, payload_tag), wire, dst))
+                for piece in wire.split(PIECE_BYTES) if in_pieces else [wire]:
+                    sends.append((self._post(dst, piece, payload_tag), piece, dst))
         arriving = []
         for i, (src, _, accept) in enumerate(into):
             self._wait(header_works[i], f"waiting for rank {src}")
             buffer = accept(Header.unpack(headers[i]))
+            if consume and on_gpu:
+                buffer = torch.empty_like(buffer)
             arriving.append((src, buffer, early[i] if agreed else expect(src, buffer)))
+        if in_pieces:
+            self._take_pieces(channel, [src for src, _, _ in arriving], arriving[0][1], consume)
         for src, buffer, payload in arriving:
             if payload is not None:
                 work, wire = payload
@@ -254,6 +277,8 @@ class ProcessTransport:
                     buffer.copy_(wire)
         if self.uses_nccl:
             self._swap_on_gpus([(d, x) for d, _, x in out], [(src, x) for src, x, _ in arriving])
+        if consume and on_gpu:
+            consume(0, arriving[0][1].numel(), [x for _, x, _ in arriving])
         if buffered:
             with self._lock:
                 self._posted.extend(sends)
@@ -262,6 +287,29 @@ class ProcessTransport:
             late = sends
         for work, _, dst in late:
             self._wait(work, f"sending to rank {dst}")
+
+    def _take_pieces(self, channel: int, sources: list[int], like: Tensor, consume: Consume) -> None:
+        """Take payloads shaped as `like`, a piece of each source at a time, and consume them."""
+        key = channel, len(sources)
+        if key not in self._pieces:
+            self._pieces[key] = torch.empty(PIECES_AHEAD, len(sources), PIECE_BYTES, dtype=torch.uint8)
+        values = PIECE_BYTES // like.element_size()
+        spans = [(b, min(b + values, like.numel())) for b in range(0, like.numel(), values)]
+
+        def room(k: int) -> Tensor:
+            begin, end = spans[k]
+            return self._pieces[key][k % PIECES_AHEAD, :, : (end - begin) * like.element_size()]
+
+        def expect(k: int) -> list[dist.Work]:
+            return [self._expect(src, x, 2 * channel + 1) for src, x in zip(sources, room(k), strict=True)]
+
+        coming = deque(expect(k) for k in range(min(PIECES_AHEAD, len(spans))))
+        for k, (begin, end) in enumerate(spans):
+            for src, work in zip(sources, coming.popleft(), strict=True):
+                self._wait(work, f"waiting for rank {src}")
+            consume(begin, end, [x.view(like.dtype) for x in room(k)])
+            if k + PIECES_AHEAD < len(spans):
+                coming.append(expect(k + PIECES_AHEAD))
 
     def _swap_on_gpus(self, out: list[tuple[int, Tensor]], into: list[tuple[int, Tensor]]) -> None:
         # One group, because NCCL's sends and receives between a pair block each other otherwise.

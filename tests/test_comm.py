@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from pathlib import Path
 
 import pytest
@@ -130,6 +131,21 @@ def test_a_silent_rank_times_out_by_name(tmp_path: Path) -> None:
 def test_a_killed_rank_is_missed_by_name(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"rank 0 .*for 'outer': (waiting for|sending to) rank 1"):
         as_processes("peer_is_killed", 2, tmp_path, timeout_s=60)
+
+
+def test_the_first_vector_function_is_called_by_one_thread_alone() -> None:
+    """Two threads that both come first get different cosines in 3 % of processes: too rarely for a test to wait for."""
+    with torch.profiler.profile() as profile:
+        run_threads(lambda world: None, replicas=2)
+    assert [e.name for e in profile.events() if e.name == "aten::cos"] == ["aten::cos"]
+
+
+def test_no_thread_outlives_its_run(tmp_path: Path) -> None:
+    """One that lives on aborts the interpreter as it ends, some of the time."""
+    as_threads("verbs", 2, tmp_path)
+    with pytest.raises(ValueError, match="enough"):
+        as_threads("peer_raises", 2, tmp_path)
+    assert [t.name for t in threading.enumerate() if "wire" in t.name or "rank" in t.name] == []
 
 
 def test_headers_hold_the_names_of_large_groups() -> None:
