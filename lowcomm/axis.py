@@ -69,10 +69,11 @@ class Op:
     ) -> list[Tensor]:
         """Send and take along the axis (indices on it); a None buffer is made as the header says.
 
-        `agreed`: an earlier swap of this verb has compared headers with the same ranks.
-        `consume`: see `Transport.swap`.
+        `agreed`: an earlier swap of this verb has compared headers with the same ranks, so none need travel,
+        unless to tell a link's clock when the sender began. `buffered`, `consume`: see `Transport.swap`.
         """
         axis, link, ranks = self.axis, self.axis.link, self.axis.ranks
+        bare = agreed and link == Link() and not self.world.clock.is_virtual
         outgoing, taken = [], []
         for dst, x in out:
             begin = max(self._now(), axis.egress_free)
@@ -82,8 +83,11 @@ class Op:
             self.nbytes += nbytes
             outgoing.append((ranks[dst], Header(self.name, tuple(x.shape), str(x.dtype), x.device.type, begin), x))
 
-        def accept(src: int, buffer: Tensor | None) -> Callable[[Header], Tensor]:
-            def check(header: Header) -> Tensor:
+        def accept(src: int, buffer: Tensor | None) -> Callable[[Header | None], Tensor]:
+            def check(header: Header | None) -> Tensor:
+                if header is None:
+                    taken.append(buffer)
+                    return buffer
                 if header.op != self.name:
                     raise CommError(f"rank {ranks[src]} is in {header.op}")
                 dtype = getattr(torch, header.dtype.removeprefix("torch."))
@@ -108,7 +112,7 @@ class Op:
             outgoing,
             [(ranks[src], x, accept(src, x)) for src, x in into],
             buffered=buffered,
-            agreed=agreed,
+            bare=bare,
             consume=consume,
         )
         self.world.clock.sleep_until(self.finished)

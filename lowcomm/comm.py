@@ -134,7 +134,8 @@ class World:
         self._check_summable(x)
         if state.size == 1:
             return x.view(-1)
-        return state.submit("reduce_scatter", purpose, _like(x), lambda op: self._reduce_share(op, x.view(-1), "sum")).wait()
+        flat = x.view(-1)
+        return state.submit("reduce_scatter", purpose, _like(x), lambda op: self._reduce_share(op, flat, "sum")).wait()
 
     def _reduce_share(self, op: Op, flat: Tensor, verb: Literal["sum", "mean"]) -> Tensor:
         """Exchange shares and reduce this rank's in rank order, into its place in `flat`."""

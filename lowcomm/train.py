@@ -97,12 +97,6 @@ class Trainer:
         self.engine = make_engine(self.model, world, config)
         self.optimizer = inner_optimizer(self.model, config.train)
         self.losses = torch.compile(self.model.losses) if config.train.compile else self.model.losses
-        if config.method.exchange == "fsdp":
-            self.losses = self._through_forward
-
-    def _through_forward(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        # FSDP2's hooks hang on forward, so the loss must go through the module's call.
-        return Decoder.losses(self.model, tokens, targets)
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.config.train.precision == "bf16")

@@ -14,8 +14,9 @@ import json
 import os
 import queue
 import threading
+import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -51,13 +52,13 @@ class Header:
 
     @staticmethod
     def unpack(packed: Tensor) -> Header:
-        op, shape, *rest = json.loads(bytes(packed.numpy()))
+        op, shape, *rest = json.loads(packed.numpy().tobytes().rstrip())
         return Header(op, tuple(shape), *rest)
 
 
 Outgoing = tuple[int, Header, Tensor]  # destination rank, header, contiguous payload
-#: Source rank, the buffer if its shape is known beforehand, and header -> buffer (or CommError).
-Incoming = tuple[int, Tensor | None, Callable[[Header], Tensor]]
+#: Source rank, the buffer if its shape is known beforehand, and header (None: bare) -> buffer (or CommError).
+Incoming = tuple[int, Tensor | None, Callable[[Header | None], Tensor]]
 #: (begin, end, the values [begin, end) of each incoming payload, in the order of `into`); may overwrite them.
 Consume = Callable[[int, int, list[Tensor]], None]
 
@@ -75,12 +76,13 @@ class Transport(Protocol):
         into: list[Incoming],
         *,
         buffered: bool = False,
-        agreed: bool = False,
+        bare: bool = False,
         consume: Consume | None = None,
     ) -> None:
         """Post `out`, fill `into`.
 
-        Buffered: return before the receivers took `out`. Agreed: headers cannot disagree any more.
+        Buffered: return before the receivers took `out`. Bare (all ranks or none): payloads of known shape,
+        without headers.
         Consume (all ranks or none): payloads, all of one size, are handed over piece by piece and not kept;
         the buffers of `into` only say their shape.
         """
@@ -132,7 +134,7 @@ class ThreadTransport:
         into: list[Incoming],
         *,
         buffered: bool = False,
-        agreed: bool = False,
+        bare: bool = False,
         consume: Consume | None = None,
     ) -> None:
         taken = []
@@ -150,7 +152,7 @@ class ThreadTransport:
             if message is None:
                 raise CommError(self.hub.aborted)
             header, payload = message
-            buffer = accept(header)
+            buffer = accept(None if bare else header)
             if consume:
                 taken.append(payload)
             elif buffer.numel():
@@ -172,6 +174,12 @@ class ThreadTransport:
 
 def _bytes_of(x: Tensor) -> Tensor:
     return x.view(-1).view(torch.uint8)
+
+
+def _tag(channel: int, payload: Tensor) -> int:
+    """A payload's tag says its shape: gloo ends the process when a payload is longer than its buffer, so ranks
+    that disagree must miss each other's payloads and meet in the headers, whose tag is the channel alone."""
+    return 1 << 30 | zlib.crc32(f"{channel} {payload.dtype} {tuple(payload.shape)}".encode()) >> 2
 
 
 class ProcessTransport:
@@ -234,10 +242,9 @@ class ProcessTransport:
         into: list[Incoming],
         *,
         buffered: bool = False,
-        agreed: bool = False,
+        bare: bool = False,
         consume: Consume | None = None,
     ) -> None:
-        header_tag, payload_tag = 2 * channel, 2 * channel + 1
         on_gpu = any(x.is_cuda for x in [*(x for _, _, x in out), *(x for _, x, _ in into if x is not None)])
         in_pieces = consume is not None and not on_gpu
 
@@ -245,30 +252,33 @@ class ProcessTransport:
             if in_pieces or not buffer.numel() or (self.uses_nccl and buffer.is_cuda):
                 return None
             wire = torch.empty_like(buffer, device="cpu") if buffer.is_cuda else buffer
-            return self._expect(src, _bytes_of(wire), payload_tag), wire
+            return self._expect(src, _bytes_of(wire), _tag(channel, buffer)), wire
 
-        # A payload that finds its buffer waiting needs no round trip, so buffers are posted first; but not before
-        # headers agree, because gloo ends the process when a payload is longer than its buffer.
+        # A payload that finds its buffer waiting needs no round trip, so buffers of known shape are posted first.
         headers = [torch.empty(HEADER_BYTES, dtype=torch.uint8) for _ in into]
-        header_works = [self._expect(src, h, header_tag) for (src, _, _), h in zip(into, headers, strict=True)]
-        early = [expect(src, x) if agreed else None for src, x, _ in into]
+        header_works = [self._expect(src, h, channel) for (src, _, _), h in zip(into, headers, strict=True) if not bare]
+        early = [None if x is None else expect(src, x) for src, x, _ in into]
+        pieces = self._take_pieces(channel, [src for src, _, _ in into], into[0][1]) if in_pieces else iter([])
+        next(pieces, None)
         sends = []
         for dst, header, payload in out:
-            packed = header.pack()
-            sends.append((self._post(dst, packed, header_tag), packed, dst))
+            if not bare:
+                packed = header.pack()
+                sends.append((self._post(dst, packed, channel), packed, dst))
             if payload.numel() and not (self.uses_nccl and payload.is_cuda):
                 wire = _bytes_of(payload.cpu() if payload.is_cuda else payload.clone() if buffered else payload)
                 for piece in wire.split(PIECE_BYTES) if in_pieces else [wire]:
-                    sends.append((self._post(dst, piece, payload_tag), piece, dst))
+                    sends.append((self._post(dst, piece, _tag(channel, payload)), piece, dst))
         arriving = []
-        for i, (src, _, accept) in enumerate(into):
-            self._wait(header_works[i], f"waiting for rank {src}")
-            buffer = accept(Header.unpack(headers[i]))
+        for i, (src, x, accept) in enumerate(into):
+            if not bare:
+                self._wait(header_works[i], f"waiting for rank {src}")
+            buffer = accept(None if bare else Header.unpack(headers[i]))
             if consume and on_gpu:
                 buffer = torch.empty_like(buffer)
-            arriving.append((src, buffer, early[i] if agreed else expect(src, buffer)))
-        if in_pieces:
-            self._take_pieces(channel, [src for src, _, _ in arriving], arriving[0][1], consume)
+            arriving.append((src, buffer, early[i] if x is not None else expect(src, buffer)))
+        for begin, end, parts in pieces:
+            consume(begin, end, parts)
         for src, buffer, payload in arriving:
             if payload is not None:
                 work, wire = payload
@@ -288,8 +298,8 @@ class ProcessTransport:
         for work, _, dst in late:
             self._wait(work, f"sending to rank {dst}")
 
-    def _take_pieces(self, channel: int, sources: list[int], like: Tensor, consume: Consume) -> None:
-        """Take payloads shaped as `like`, a piece of each source at a time, and consume them."""
+    def _take_pieces(self, channel: int, sources: list[int], like: Tensor) -> Iterator[tuple[int, int, list[Tensor]]]:
+        """Expect payloads shaped as `like`; after the first `next`, yields their pieces as they come."""
         key = channel, len(sources)
         if key not in self._pieces:
             self._pieces[key] = torch.empty(PIECES_AHEAD, len(sources), PIECE_BYTES, dtype=torch.uint8)
@@ -301,13 +311,15 @@ class ProcessTransport:
             return self._pieces[key][k % PIECES_AHEAD, :, : (end - begin) * like.element_size()]
 
         def expect(k: int) -> list[dist.Work]:
-            return [self._expect(src, x, 2 * channel + 1) for src, x in zip(sources, room(k), strict=True)]
+            tag = _tag(channel, like)
+            return [self._expect(src, x, tag) for src, x in zip(sources, room(k), strict=True)]
 
         coming = deque(expect(k) for k in range(min(PIECES_AHEAD, len(spans))))
+        yield 0, 0, []
         for k, (begin, end) in enumerate(spans):
             for src, work in zip(sources, coming.popleft(), strict=True):
                 self._wait(work, f"waiting for rank {src}")
-            consume(begin, end, [x.view(like.dtype) for x in room(k)])
+            yield begin, end, [x.view(like.dtype) for x in room(k)]
             if k + PIECES_AHEAD < len(spans):
                 coming.append(expect(k + PIECES_AHEAD))
 

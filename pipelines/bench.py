@@ -4,7 +4,8 @@
 
 1. The trainer's tokens/s over those of a bare PyTorch loop with the same model, batch and optimizer.
 2. The engine's share of a step without exchange.
-3. The seconds of an fp32 outer exchange (`World.mean`) over those of torch.distributed's all-reduce of the same tensor.
+3. The seconds of an fp32 outer exchange over those of torch.distributed's all-reduce of the same tensor, like for
+   like: `World.sum` over the bare all-reduce, `World.mean` over the all-reduce and a division.
 
 In 1 the two alternate in blocks inside one process, in 3 call by call inside the same ranks, so that a
 machine whose speed drifts slows both. Medians are quoted, with the quartiles.
@@ -31,7 +32,7 @@ from lowcomm.model import Decoder
 from lowcomm.train import Trainer, inner_optimizer, train
 
 BLOCK, BLOCKS = 50, 12
-PAYLOADS = {1_000_000: 100, 16_000_000: 20}  # fp32 values -> calls: 4 MB and 64 MB
+PAYLOADS = {1_000_000: 100, 16_000_000: 30}  # fp32 values -> calls: 4 MB and 64 MB
 RANKS = (2, 4)
 
 
@@ -115,26 +116,35 @@ def _time_engine(trainer: Trainer, shares: list[float]) -> None:
 
 
 def exchange_ranks() -> None:
-    """Under torchrun: print one JSON line a payload with the ratios of World.mean to all_reduce."""
+    """Under torchrun: print one JSON line a verb and payload, with the ratios of World's time to all_reduce's."""
     world = world_from_torchrun(replicas=int(os.environ["WORLD_SIZE"]))
+
+    def raw(x: torch.Tensor, verb: str) -> None:
+        dist.all_reduce(x)
+        if verb == "mean":
+            x.div_(world.size)
+
     for numel, calls in PAYLOADS.items():
         x, y = torch.randn(numel), torch.randn(numel)
-        ratios = []
-        for call in range(calls):
-            spent = {}
-            for what in ("ours", "theirs") if call % 2 else ("theirs", "ours"):
-                world.barrier()
-                begin = time.perf_counter()
-                if what == "ours":
-                    world.mean(x, purpose="bench")
-                else:
-                    dist.all_reduce(y)
-                world.barrier()
-                spent[what] = time.perf_counter() - begin
-            if call >= 2:
-                ratios.append(spent["ours"] / spent["theirs"])
-        if world.rank == 0:
-            print(json.dumps({"ranks": world.size, "megabytes": 4 * numel / 1e6, "ratios": ratios}), flush=True)
+        for verb, ours in {"sum": world.sum, "mean": world.mean}.items():
+            ratios = []
+            for call in range(calls):
+                spent = {}
+                for what in ("ours", "theirs") if call % 2 else ("theirs", "ours"):
+                    world.barrier()
+                    begin = time.perf_counter()
+                    if what == "ours":
+                        ours(x, purpose="bench")
+                    else:
+                        raw(y, verb)
+                    world.barrier()
+                    spent[what] = time.perf_counter() - begin
+                if call >= 2:
+                    ratios.append(spent["ours"] / spent["theirs"])
+                x.normal_(), y.normal_()  # else the sums grow without end
+            if world.rank == 0:
+                found = {"verb": verb, "ranks": world.size, "megabytes": 4 * numel / 1e6, "ratios": ratios}
+                print(json.dumps(found), flush=True)
     world.close()
 
 
@@ -156,7 +166,8 @@ def main() -> int:
         )
         for line in done.stdout.splitlines():
             found = json.loads(line)
-            what = f"fp32 exchange of {found['megabytes']:.0f} MB over all-reduce, {ranks} ranks"
+            raw = "all-reduce" if found["verb"] == "sum" else "all-reduce and division"
+            what = f"fp32 {found['verb']} of {found['megabytes']:.0f} MB over {raw}, {ranks} ranks"
             print(f"| {what} | {quartiles(found['ratios'])} | at most 1.1 |")
     return 0
 

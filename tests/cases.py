@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 import time
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 
 from lowcomm.comm import World
+from lowcomm.transport import PIECE_BYTES, PIECES_AHEAD
 
 
 def _random(world: World, *shape: int, seed: int = 0) -> torch.Tensor:
@@ -41,6 +43,12 @@ def verbs(world: World, folder: Path) -> dict[str, Any]:
     world.barrier()
     out["ledger"] = world.ledger.by_purpose()
     return out
+
+
+def large(world: World, folder: Path) -> str:
+    """The mean of a tensor whose share comes in more pieces than may be on their way at once; as a digest."""
+    numel = world.size * PIECE_BYTES // 4 * (PIECES_AHEAD + 2) + 11
+    return hashlib.sha256(world.mean(_random(world, numel), purpose="mean").numpy()).hexdigest()
 
 
 def grid(world: World, folder: Path) -> dict[str, Any]:

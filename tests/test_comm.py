@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import threading
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from lowcomm.accounting import mean_bytes, ring_seconds, shares
 from lowcomm.comm import World, run_threads
 from lowcomm.config import ROOT, CommConfig, ConfigError
-from lowcomm.transport import CommError, ThreadHub, ThreadTransport
+from lowcomm.transport import PIECE_BYTES, PIECES_AHEAD, CommError, ThreadHub, ThreadTransport
 from lowcomm.wire import VirtualClock
 from tests.harness import as_processes, as_threads
 
@@ -39,6 +40,12 @@ def test_a_mean_adds_in_rank_order(verbs: list[dict], numel: int) -> None:
     expected = _expected(numel, 4) / 4
     for out in verbs:
         assert torch.equal(torch.tensor(out[f"mean {numel}"]), expected)
+
+
+def test_a_mean_in_many_pieces_adds_in_rank_order(tmp_path: Path) -> None:
+    numel = 3 * PIECE_BYTES // 4 * (PIECES_AHEAD + 2) + 11
+    expected = hashlib.sha256((_expected(numel, 3) / 3).numpy()).hexdigest()
+    assert as_threads("large", 3, tmp_path) == as_processes("large", 3, tmp_path) == [expected] * 3
 
 
 def test_a_reduce_scatter_gives_each_rank_its_share(verbs: list[dict]) -> None:

@@ -118,6 +118,13 @@ def test_replicas_never_share_a_window_and_see_all_of_theirs(corpus: Path) -> No
     assert [data.batch(1).tolist()] != [data.batch(steps + 1).tolist()]  # in another order
 
 
+def test_each_lane_walks_in_an_order_of_its_own(corpus: Path) -> None:
+    """Were all orders one, the rows of a batch would be neighbours, the last target of each the next one's first."""
+    data = TokenData(corpus, seq_len=32, global_batch=8, seed=0)
+    batches = torch.stack([data.batch(step) for step in range(1, 60)])
+    assert (batches[:, :-1, -1] == batches[:, 1:, 0]).float().mean() < 0.1
+
+
 def test_a_batch_depends_on_seed_and_step_alone(corpus: Path) -> None:
     fresh = TokenData(corpus, seq_len=32, global_batch=8, seed=1)
     used = TokenData(corpus, seq_len=32, global_batch=8, seed=1)

@@ -118,6 +118,31 @@ def _descendants(pid: int) -> list[int]:
     return [d for c in map(int, children) for d in (*_descendants(c), c)]
 
 
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def _kill_at(step: int, command: list[str], out: Path, rng: random.Random) -> None:
+    """Start a run and SIGKILL it, one rank or all, when it has come to `step`."""
+    child = subprocess.Popen(
+        command, env=clean_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    _wait_for_step(out, step, child)
+    ranks = _descendants(child.pid)
+    os.kill(ranks[rng.randrange(len(ranks))] if ranks and rng.random() < 0.5 else child.pid, signal.SIGKILL)
+    for pid in ranks:
+        if child.poll() is not None and Path(f"/proc/{pid}").exists():
+            os.kill(pid, signal.SIGKILL)
+    child.wait(60)
+    for pid in ranks:
+        while Path(f"/proc/{pid}").exists() and "zombie" not in Path(f"/proc/{pid}/status").read_text():
+            os.kill(pid, signal.SIGKILL)
+            time.sleep(0.01)
+    assert not (out / "summary.json").exists()
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
 @pytest.mark.parametrize("transport", ["threads", "processes"])
 @pytest.mark.parametrize("attempt", range(int(os.environ.get("LOWCOMM_KILLS", "3"))))
@@ -129,28 +154,24 @@ def test_a_run_killed_at_a_random_step_resumes_exactly(
     config = small_run("diloco_m2", train={"steps": 60, "eval_every": 20}, checkpoint={"every_steps": 7})
     words = command_line(config, corpus, tmp_path / "run")
     command = [sys.executable, "-m", *words] if transport == "threads" else torchrun_command(2, *words)
-    child = subprocess.Popen(
-        command, env=clean_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-    )
-    kill_at = rng.randint(1, 58)
-    _wait_for_step(tmp_path / "run", kill_at, child)
-    ranks = _descendants(child.pid)
-    os.kill(ranks[rng.randrange(len(ranks))] if ranks and rng.random() < 0.5 else child.pid, signal.SIGKILL)
-    for pid in ranks:
-        if child.poll() is not None and Path(f"/proc/{pid}").exists():
-            os.kill(pid, signal.SIGKILL)
-    child.wait(60)
-    for pid in ranks:
-        while Path(f"/proc/{pid}").exists() and "zombie" not in Path(f"/proc/{pid}/status").read_text():
-            os.kill(pid, signal.SIGKILL)
-            time.sleep(0.01)
-    assert not (tmp_path / "run" / "summary.json").exists()
-    done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    if kill_at > 8:
+    step = rng.randint(1, 58)
+    _kill_at(step, command, tmp_path / "run", rng)
+    done = _run(command)
+    if step > 8:
         assert "resuming diloco_m2 at step" in done.stderr
     for name in DETERMINED[1:]:
         assert (tmp_path / "run" / name).read_bytes() == (reference / name).read_bytes(), name
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
+def test_a_sharded_run_resumes_exactly(corpus: Path, tmp_path: Path) -> None:
+    config = small_run("data_parallel", method={"exchange": "fsdp"}, train={"steps": 40}, checkpoint={"every_steps": 7})
+    whole, killed = (torchrun_command(2, *command_line(config, corpus, tmp_path / n)) for n in ("whole", "killed"))
+    _kill_at(25, killed, tmp_path / "killed", random.Random(0))
+    for command in (whole, killed):
+        done = _run(command)
+    assert "resuming data_parallel at step 2" in done.stderr
+    assert same_run(tmp_path / "whole", tmp_path / "killed")
 
 
 @pytest.mark.parametrize("transport", ["threads", "processes"])
