@@ -36,6 +36,8 @@ class Handle:
         clock = self._world.clock
         entered = clock.now()
         value = self._future.result()
+        if self._op is not None and self._op.left is not None:
+            torch.cuda.current_stream(self._world.device).wait_event(self._op.left)
         if self._op is not None:
             clock.settle(entered, self._op.finished)
             self._op.record(entered, clock.now())
@@ -53,6 +55,19 @@ class Op:
         self.name = f"{verb} of {agreed} for {purpose!r}"
         self.submitted = self.finished = self.world.clock.now()
         self.nbytes = 0
+        self.handed = self._mark()  # on a GPU: the caller's stream up to here, which the wire's stream awaits
+        self.left: torch.cuda.Event | None = None  # and the other way round
+
+    def _mark(self) -> torch.cuda.Event | None:
+        return torch.cuda.current_stream(self.axis.device).record_event() if self.axis.device.type == "cuda" else None
+
+    def carry_out(self, body: Callable[[Op], Any]) -> Any:
+        """On the wire's thread: run the verb's body, in order with the work that the caller queued on its GPU."""
+        if self.handed is not None:
+            torch.cuda.current_stream(self.axis.device).wait_event(self.handed)
+        value = body(self)
+        self.left = self._mark()
+        return value
 
     def _now(self) -> float:
         clock = self.world.clock
@@ -73,7 +88,8 @@ class Op:
         unless to tell a link's clock when the sender began. `buffered`, `consume`: see `Transport.swap`.
         """
         axis, link, ranks = self.axis, self.axis.link, self.axis.ranks
-        bare = agreed and link == Link() and not self.world.clock.is_virtual
+        timed = link != Link() or self.world.clock.is_virtual  # else senders' clocks are none of our business
+        bare = agreed and not timed
         outgoing, taken = [], []
         for dst, x in out:
             begin = max(self._now(), axis.egress_free)
@@ -98,10 +114,10 @@ class Op:
                     raise CommError(
                         f"rank {ranks[src]} sent {header.dtype}{list(header.shape)}, expected {x.dtype}{list(x.shape)}"
                     )
-                nbytes = x.numel() * x.element_size()
-                begin = max(header.begin + link.latency_s, axis.ingress_free)
-                axis.ingress_free = begin + link.seconds(nbytes)
-                self.finished = max(self.finished, axis.ingress_free)
+                if timed:
+                    begin = max(header.begin + link.latency_s, axis.ingress_free)
+                    axis.ingress_free = begin + link.seconds(x.numel() * x.element_size())
+                    self.finished = max(self.finished, axis.ingress_free)
                 taken.append(x)
                 return x
 
@@ -182,7 +198,7 @@ class AxisState:
         def task() -> None:
             op.finished = max(op.finished, self.free_at)
             try:
-                value = body(op)
+                value = op.carry_out(body)
                 if not self.world.clock.is_virtual:
                     op.finished = self.world.clock.now()
                 self.free_at = op.finished

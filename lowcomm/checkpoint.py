@@ -1,7 +1,7 @@
 """Checkpoints: atomic, checksummed, read without executing code.
 
-A checkpoint is a folder `step-00000120` with, for each rank, `rank-000.safetensors` (its tensors) and
-`rank-000.json` (their SHA-256 and what else the rank needs), and one `manifest.json`. It is written
+A checkpoint is a folder `step-00000120` with, for each rank, `rank-000.safetensors` (its tensors), `rank-000.json`
+(what else it needs) and `rank-000.sha256` (of both), and one `manifest.json` (of which run). It is written
 under another name and renamed when every rank's files are on disk, so a folder of that name is whole. All ranks
 see one folder (a shared file system, where they are on several machines).
 """
@@ -37,12 +37,23 @@ def _flush(path: Path) -> None:
         os.close(fd)
 
 
-def save_tensors(tensors: dict[str, Tensor], path: Path) -> str:
-    """Write a safetensors file to disk and return its SHA-256."""
+def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write a safetensors file to disk."""
     save_file({k: v.detach().contiguous().cpu() for k, v in tensors.items()}, path)
     _flush(path)
+
+
+def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder; one that a kill leaves half removed is not taken for a checkpoint."""
+    gone = folder.with_name(folder.name + ".gone")
+    shutil.rmtree(gone, ignore_errors=True)
+    folder.rename(gone)
+    shutil.rmtree(gone)
 
 
 class Checkpoints:
@@ -65,21 +76,25 @@ class Checkpoints:
         final = self._path(step)
         partial = final.with_name(final.name + ".partial")
         partial.mkdir(parents=True, exist_ok=True)
-        name = f"rank-{self.world.rank:03d}"
-        digest = save_tensors(tensors, partial / f"{name}.safetensors")
-        self._write_json(partial / f"{name}.json", {"sha256": digest, "meta": meta})
+        names = [f"{self._rank(self.world.rank)}.{kind}" for kind in ("safetensors", "json")]
+        save_tensors(tensors, partial / names[0])
+        self._write_json(partial / names[1], meta)
+        (partial / f"{self._rank(self.world.rank)}.sha256").write_text("\n".join(_sha256(partial / n) for n in names))
         self.world.barrier()
         if self.world.rank == 0:
-            self._write_json(
-                partial / "manifest.json", {"version": VERSION, "step": step, "ranks": self.world.size, "run": run}
-            )
+            manifest = {"version": VERSION, "step": step, "ranks": self.world.size, "run": run}
+            self._write_json(partial / "manifest.json", manifest)
             if final.exists():
-                shutil.rmtree(final)
+                _remove(final)
             partial.rename(final)
             _flush(self.folder)
             for old in self.steps()[: -self.keep]:
-                shutil.rmtree(self._path(old))
+                _remove(self._path(old))
         self.world.barrier()
+
+    @staticmethod
+    def _rank(rank: int) -> str:
+        return f"rank-{rank:03d}"
 
     @staticmethod
     def _write_json(path: Path, value: Any) -> None:
@@ -102,7 +117,7 @@ class Checkpoints:
             found: tuple[dict, dict] | None = None
             try:
                 found = self._read(step, run)
-            except (OSError, ValueError, KeyError, SafetensorError) as error:
+            except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
                 if isinstance(error, ConfigError):
                     raise
                 log.warning("checkpoint %s is damaged (%s); falling back to the one before", self._path(step), error)
@@ -130,16 +145,17 @@ class Checkpoints:
             raise ConfigError(
                 f"checkpoint {path} was written by {manifest['ranks']} ranks, this run has {self.world.size}"
             )
-        name = f"rank-{self.world.rank:03d}"
-        own = json.loads((path / f"{name}.json").read_text())
-        tensors_path = path / f"{name}.safetensors"
-        with tensors_path.open("rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != own["sha256"]:
-                raise ValueError(f"{tensors_path.name} does not match its checksum")
-        return load_file(tensors_path), own["meta"]
+        name = self._rank(self.world.rank)
+        names = [f"{name}.{kind}" for kind in ("safetensors", "json")]
+        for file, digest in zip(names, (path / f"{name}.sha256").read_text().split(), strict=True):
+            if _sha256(path / file) != digest:
+                raise ValueError(f"{file} does not match its checksum")
+        return load_file(path / f"{name}.safetensors"), json.loads((path / f"{name}.json").read_text())
 
     def clear(self) -> None:
         """Remove all, when the run is complete."""
         self.world.barrier()
-        if self.world.rank == 0:
-            shutil.rmtree(self.folder, ignore_errors=True)
+        if self.world.rank == 0 and self.folder.exists():
+            for step in self.steps():
+                _remove(self._path(step))
+            shutil.rmtree(self.folder)

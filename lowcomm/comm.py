@@ -18,6 +18,7 @@ shares, sum, share the sums), so both transports add in the same order and runs 
 
 from __future__ import annotations
 
+import os
 import threading
 import zlib
 from collections.abc import Callable, Sequence
@@ -73,6 +74,8 @@ class World:
         self.replicas, self.stages = replicas, stages
         self.stage, self.replica = divmod(self.rank, replicas)
         self.device = torch.device(device)
+        if self.device.type == "cuda" and self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
         self.step = 0
         self.ledger = Ledger()
         self.clock = VirtualClock() if comm.clock == "virtual" else RealClock()
@@ -93,12 +96,6 @@ class World:
 
     def __repr__(self) -> str:
         return f"World(rank {self.rank} of {self.size}, replica {self.replica}, stage {self.stage})"
-
-    def axis_size(self, axis: Axis) -> int:
-        return self._axes[axis].size
-
-    def axis_index(self, axis: Axis) -> int:
-        return self._axes[axis].index
 
     # Reductions
 
@@ -193,19 +190,29 @@ class World:
 
     def send_async(self, x: Tensor, to: int, *, purpose: str, axis: Axis = "stage") -> Handle:
         """Send contiguous `x` to index `to`; the tensor may change as soon as `wait()` returns."""
-        return self._axes[axis].submit(
+        return self._towards(to, axis).submit(
             "message", purpose, "a tensor", lambda op: op.swap([(to, x)], [], buffered=True) and None, everyone=False
         )
 
     def recv_async(self, source: int, *, purpose: str, axis: Axis = "stage", like: Tensor | None = None) -> Handle:
         """Take the next tensor from index `source`, into `like` where given (shape and dtype are checked)."""
-        return self._axes[axis].submit(
+        return self._towards(source, axis).submit(
             "message", purpose, "a tensor", lambda op: op.swap([], [(source, like)])[0], everyone=False
         )
+
+    def _towards(self, index: int, axis: Axis) -> AxisState:
+        state = self._axes[axis]
+        if not 0 <= index < state.size or index == state.index:
+            raise ValueError(
+                f"index {index} of axis {axis!r} is no peer of index {state.index}: the axis has size {state.size}"
+            )
+        return state
 
     def broadcast(self, x: Tensor, *, purpose: str, axis: Axis = "replica", root: int = 0) -> Tensor:
         """Overwrite contiguous `x` with the root's, sent straight to each; meant for small tensors."""
         state = self._axes[axis]
+        if not 0 <= root < state.size:
+            raise ValueError(f"root {root} is not on axis {axis!r} of size {state.size}")
         if state.size == 1:
             return x
         others = [i for i in range(state.size) if i != root]
@@ -282,8 +289,10 @@ def _like(x: Tensor) -> str:
 
 
 def default_device() -> torch.device:
-    """The GPU, shared by all ranks that ask, or the CPU where there is none."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    """The CPU where there is no GPU; else one, shared where ranks outnumber GPUs."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
 
 
 def run_threads(
@@ -293,9 +302,12 @@ def run_threads(
 
     All share one GPU where there is one.
 
-    If a rank fails, the others are woken with its reason, and its own error is raised here.
+    If a rank fails, the others are woken with its reason, and its own error is raised here. An interrupt asks
+    training to stop (it finishes its step and writes a checkpoint); a second one ends all verbs at once.
     """
     comm = comm or CommConfig()
+    if comm.backend != "auto":
+        raise ConfigError(f"comm.backend = {comm.backend} is for processes (torchrun); threads have none")
     ranks = replicas * stages
     hub = ThreadHub(ranks, comm.timeout_s)
     results: list[Any] = [None] * ranks
@@ -329,7 +341,12 @@ def run_threads(
         for t in threads:
             t.join()
     except BaseException as error:
-        hub.abort(f"interrupted: {type(error).__name__}")
+        try:
+            hub.note("stop", "interrupted")
+            for t in threads:
+                t.join()
+        finally:
+            hub.abort(f"interrupted: {type(error).__name__}")
         raise
     finally:
         torch.set_num_threads(before)
@@ -341,6 +358,12 @@ def run_threads(
 def world_from_torchrun(*, replicas: int, stages: int = 1, comm: CommConfig | None = None) -> World:
     """The World of this torchrun process: on its own GPU with NCCL, else on the shared GPU or the CPU."""
     comm = comm or CommConfig()
+    shared_clock = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+    if (comm.link_mbit_per_s or comm.link_latency_ms) and comm.clock == "real" and not shared_clock:
+        raise ConfigError(
+            "a link in real time is emulated by the clock that ranks of one machine share, and these are on several:"
+            " use comm.clock = virtual, or no link"
+        )
     torch.set_num_threads(1)
     transport = ProcessTransport(comm.backend, comm.timeout_s)
     device = torch.device("cuda", torch.cuda.current_device()) if transport.uses_nccl else default_device()

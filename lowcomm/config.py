@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import hashlib
+import math
 import types
 import typing
 from dataclasses import asdict, dataclass, field
@@ -27,6 +29,14 @@ ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
 
 
+def source_digest() -> str:
+    """SHA-256 over the package's source: what a run was made with."""
+    digest = hashlib.sha256()
+    for path in sorted((ROOT / "lowcomm").glob("*.py")):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
 class ConfigError(ValueError):
     """A setting that breaks a rule; the message names the value and the rule."""
 
@@ -36,7 +46,7 @@ class CorpusConfig:
     """Where documents come from. `source` decides which other fields matter."""
 
     source: Literal["docstrings", "python", "hub", "json", "text", "parquet"]
-    path: str = ""  # Hub name, or a file, folder or glob for local sources
+    path: str = ""  # Hub name, or a file, folder or glob for local sources, from the root of the checkout
     name: str = ""  # Hub configuration
     split: str = "train"  # Hub split
     revision: str = ""  # Hub revision; required for the Hub, so that a run stays what it was
@@ -55,7 +65,7 @@ class DataConfig:
     max_characters: int = 0  # 0: the whole corpus
     validation_percent: float = 5.0  # by document hash
     tokenizer_characters: int = 4_000_000  # of the training split
-    shard_tokens: int = 1_000_000
+    shard_tokens: int = 100_000_000
 
 
 @dataclass(frozen=True)
@@ -89,7 +99,7 @@ class MethodConfig:
 
     exchange: Literal["gradients", "fsdp", "parameters"]
     sync_every_steps: int = 1  # H; only for exchange = parameters
-    peers: Literal["all", "none"] = "all"
+    peers: Literal["all"] = "all"
     codec: Literal["fp32", "fp16", "bf16"] = "fp32"
     outer: Literal["average", "nesterov", "heavy_ball"] = "average"
     outer_lr: float = 1.0
@@ -100,9 +110,9 @@ class MethodConfig:
 
 @dataclass(frozen=True)
 class CommConfig:
-    """The wire. None of it may change a loss."""
+    """The wire. None of it may change a loss, but `reduction`: the backend's own adds in its own order."""
 
-    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    backend: Literal["auto", "gloo", "nccl"] = "auto"  # of processes
     reduction: Literal["ordered", "native"] = "ordered"
     clock: Literal["real", "virtual"] = "real"
     link_mbit_per_s: float = 0.0  # 0: as fast as it goes
@@ -113,8 +123,56 @@ class CommConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    every_steps: int = 0  # 0: only at the end
+    every_steps: int = 0  # 0: only when stopped
     keep: int = 2
+
+
+#: Least values, and what must stay below a bound ("<"); all numbers are finite besides.
+_LEAST: dict[str, float] = {
+    "replicas": 1,
+    "train.steps": 1,
+    "train.global_batch": 1,
+    "train.seq_len": 1,
+    "train.accumulation": 1,
+    "train.eval_sequences": 1,
+    "train.log_every": 1,
+    "train.lr": 0,
+    "train.warmup_steps": 0,
+    "train.eval_every": 0,
+    "train.final_lr_fraction": 0,
+    "train.beta1": 0,
+    "train.beta2": 0,
+    "train.eps": 0,
+    "train.weight_decay": 0,
+    "train.clip_norm": 0,
+    "method.outer_momentum": 0,
+    "comm.link_mbit_per_s": 0,
+    "comm.link_latency_ms": 0,
+    "checkpoint.every_steps": 0,
+    "checkpoint.keep": 1,
+    "data.max_characters": 0,
+    "data.tokenizer_characters": 1,
+    "data.shard_tokens": 1,
+}
+_BELOW: dict[str, float] = {
+    "train.beta1": 1,
+    "train.beta2": 1,
+    "method.outer_momentum": 1,
+    "data.validation_percent": 100,
+}
+_ABOVE: dict[str, float] = {"data.validation_percent": 0, "comm.timeout_s": 0}
+
+
+def _check_bounds(section: str, values: Any) -> None:
+    for f in dataclasses.fields(values):
+        name = f"{section}.{f.name}" if section else f.name
+        value = getattr(values, f.name)
+        if name in _LEAST and value < _LEAST[name]:
+            raise ConfigError(f"{name} must be at least {_LEAST[name]}, got {value}")
+        if name in _BELOW and value >= _BELOW[name]:
+            raise ConfigError(f"{name} must be below {_BELOW[name]}, got {value}")
+        if name in _ABOVE and value <= _ABOVE[name]:
+            raise ConfigError(f"{name} must be above {_ABOVE[name]}, got {value}")
 
 
 @dataclass(frozen=True)
@@ -134,11 +192,9 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         t, m = self.train, self.method
-        for name in ("steps", "global_batch", "seq_len", "accumulation", "eval_sequences", "log_every"):
-            if getattr(t, name) < 1:
-                raise ConfigError(f"train.{name} must be at least 1, got {getattr(t, name)}")
-        if self.replicas < 1:
-            raise ConfigError(f"replicas must be at least 1, got {self.replicas}")
+        _check_bounds("", self)
+        for section in ("data", "train", "method", "comm", "checkpoint"):
+            _check_bounds(section, getattr(self, section))
         parts = self.replicas * t.accumulation
         if t.global_batch % parts:
             raise ConfigError(
@@ -155,8 +211,6 @@ class RunConfig:
                 f" outer_momentum 0 (got {m.codec}, {m.outer_lr}, {m.outer_momentum}); for differences at lr 1 use"
                 " outer = heavy_ball with outer_momentum 0"
             )
-        if not 0 <= m.outer_momentum < 1:
-            raise ConfigError(f"method.outer_momentum must be in [0, 1), got {m.outer_momentum}")
         if m.exchange != "parameters":
             default = MethodConfig(exchange=m.exchange)
             for f in dataclasses.fields(MethodConfig):
@@ -185,7 +239,7 @@ class RunConfig:
                 continue
             for k, v in value.items() if isinstance(value, dict) else [(None, value)]:
                 flat[key if k is None else f"{key}.{k}"] = v
-        return flat
+        return flat | {"comm.reduction": self.comm.reduction}
 
 
 def nearest(word: str, options: typing.Iterable[str]) -> str:
@@ -226,6 +280,8 @@ def _coerce(kind: Any, value: Any, where: str) -> Any:
         number = float(value)
     except (TypeError, ValueError):
         raise ConfigError(f"{where} = {value!r} must be a number") from None
+    if not math.isfinite(number):
+        raise ConfigError(f"{where} = {value!r} must be finite")
     if kind is int:
         if number != int(number):
             raise ConfigError(f"{where} = {value!r} must be a whole number")
@@ -284,7 +340,20 @@ def _merge(base: dict, over: dict) -> dict:
     return out
 
 
+def _layer(base: dict, over: dict) -> dict:
+    """Sections of `over` on those of `base`. A preset is a whole model: nothing below it shines through."""
+    if "preset" in over.get("model", {}):
+        base = base | {"model": {}}
+    return _merge(base, over)
+
+
 _RUN_KEYS = {"method", "corpus", "replicas", "seeds", "override"}
+
+
+def _seeds(run: str, seeds: Any) -> list[int]:
+    if not isinstance(seeds, list) or not seeds or not all(type(s) is int and s >= 0 for s in seeds):
+        raise ConfigError(f"runs.{run}.seeds = {seeds!r} must be a list of at least one whole number from 0")
+    return seeds
 
 
 def run_config(
@@ -303,16 +372,22 @@ def run_config(
     for key in entry:
         if key not in _RUN_KEYS:
             raise ConfigError(f"unknown key runs.{run}.{key}{nearest(key, _RUN_KEYS)}")
-    sections = _merge(pick(params["scales"], scale, "scale"), {"data": {"corpus": entry["corpus"]}})
-    sections = _merge(sections, entry.get("override", {}))
-    sections = _merge(sections, {"method": pick(params["methods"], entry["method"], "method")})
-    sections = _merge(sections, override)
+    seeds = _seeds(run, entry["seeds"])
+    pick(params["corpora"], entry["corpus"], "corpus")
+    layers = (
+        {"data": {"corpus": entry["corpus"]}, "replicas": entry["replicas"]},
+        {"method": pick(params["methods"], entry["method"], "method")},
+        entry.get("override", {}),
+        override,
+    )
+    sections = pick(params["scales"], scale, "scale")
+    for layer in layers:
+        sections = _layer(sections, layer)
     model = dict(sections["model"])
     if "preset" in model:
         model = asdict(pick(PRESETS, model.pop("preset"), "preset")) | model
     sections["model"] = model
-    sections.setdefault("replicas", entry["replicas"])
-    sections |= {"name": run, "scale": scale, "seed": entry["seeds"][0] if seed is None else seed}
+    sections |= {"name": run, "scale": scale, "seed": seeds[0] if seed is None else seed}
     return build(RunConfig, sections, run)
 
 
@@ -323,10 +398,14 @@ def overrides(pairs: list[str]) -> dict[str, Any]:
         key, eq, value = pair.partition("=")
         if not eq:
             raise ConfigError(f"--set {pair} must be section.key=value")
+        if key in ("name", "scale", "seed"):
+            raise ConfigError(f"--set {pair}: {key} is not a setting but an argument of its own")
         *sections, last = key.split(".")
         level = out
         for section in sections:
             level = level.setdefault(section, {})
+            if not isinstance(level, dict):
+                raise ConfigError(f"--set {pair}: {section} has been set to {level!r} already")
         level[last] = yaml.safe_load(value)
     return out
 
@@ -338,13 +417,15 @@ def corpus_configs(
     params = params or load_params()
     source = build(CorpusConfig, pick(params["corpora"], corpus, "corpus"), f"corpora.{corpus}")
     data = pick(params["scales"], scale or params["scale"], "scale")["data"] | {"corpus": corpus}
-    return source, build(DataConfig, data, "data")
+    config = build(DataConfig, data, "data")
+    _check_bounds("data", config)
+    return source, config
 
 
 def run_seeds(run: str, *, scale: str | None = None, params: dict | None = None) -> list[int]:
     """Seeds of a run; the smoke scale takes the first only."""
     params = params or load_params()
-    seeds = pick(params["runs"], run, "run")["seeds"]
+    seeds = _seeds(run, pick(params["runs"], run, "run").get("seeds"))
     return seeds[:1] if (scale or params["scale"]) == "smoke" else seeds
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lowcomm.config import ConfigError, CorpusConfig
+from lowcomm.config import ROOT, ConfigError, CorpusConfig
 
 _SKIPPED_FOLDERS = {"test", "tests", "testing", "_vendor", "vendored", "site-packages", "idlelib", "lib2to3"}
 _SHORTEST_DOCSTRING = 80  # characters
@@ -29,6 +29,8 @@ def documents(corpus: CorpusConfig) -> Iterator[str]:
         yield from _installed(corpus)
     else:
         for row in _rows(corpus):
+            if corpus.field not in row:
+                raise ConfigError(f"corpus {corpus.path} has columns {sorted(row)}, not {corpus.field!r}")
             text = row[corpus.field]
             if not isinstance(text, str):
                 raise ConfigError(f"column {corpus.field!r} of {corpus.path} holds {type(text).__name__}, not text")
@@ -109,7 +111,7 @@ def _rows(corpus: CorpusConfig) -> Iterator[dict[str, Any]]:
             raise ConfigError(f"corpus {corpus.path} needs a revision, so that a run stays what it was")
         kwargs = {"path": corpus.path, "name": corpus.name or None, "revision": corpus.revision, "split": corpus.split}
     else:
-        pattern = corpus.path
+        pattern = str(ROOT / corpus.path)
         if Path(pattern).is_dir():
             pattern = str(Path(pattern) / "**" / f"*.{'txt' if corpus.source == 'text' else corpus.source + '*'}")
         files = sorted(glob.glob(pattern, recursive=True))
@@ -122,6 +124,4 @@ def _rows(corpus: CorpusConfig) -> Iterator[dict[str, Any]]:
         rows = load_dataset(streaming=corpus.streaming or corpus.source != "hub", **kwargs)
     except Exception as error:  # datasets raises many kinds; all mean that the corpus cannot be had
         raise ConfigError(f"corpus {corpus.path} cannot be read: {type(error).__name__}: {error}") from error
-    if rows.column_names and corpus.field not in rows.column_names:
-        raise ConfigError(f"corpus {corpus.path} has columns {rows.column_names}, not {corpus.field!r}")
     yield from rows

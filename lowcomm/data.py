@@ -17,6 +17,7 @@ import io
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -104,22 +105,29 @@ class _ShardWriter:
     def __init__(self, folder: Path, split: str, shard_tokens: int, dtype: np.dtype):
         self.folder, self.split, self.limit, self.dtype = folder, split, shard_tokens, dtype
         self.shards: list[dict[str, Any]] = []
-        self._held: list[int] = []
+        self._held: list[np.ndarray] = []
+        self._tokens = 0
 
     def add(self, ids: list[int]) -> None:
-        self._held += ids
-        while len(self._held) >= self.limit:
-            self._write(self._held[: self.limit])
-            self._held = self._held[self.limit :]
+        self._held.append(np.asarray(ids, dtype=self.dtype))
+        self._tokens += len(ids)
+        if self._tokens >= self.limit:
+            self._write_whole()
+
+    def _write_whole(self) -> None:
+        held = np.concatenate(self._held)
+        whole = len(held) // self.limit * self.limit
+        for begin in range(0, whole, self.limit):
+            self._write(held[begin : begin + self.limit])
+        self._held, self._tokens = [held[whole:]], len(held) - whole
 
     def close(self) -> None:
-        if self._held:
-            self._write(self._held)
-            self._held = []
+        if self._tokens:
+            self._write(np.concatenate(self._held))
 
-    def _write(self, ids: list[int]) -> None:
+    def _write(self, ids: np.ndarray) -> None:
         path = self.folder / f"{self.split}-{len(self.shards):05d}.bin"
-        np.asarray(ids, dtype=self.dtype).tofile(path)
+        ids.tofile(path)
         self.shards.append({"file": path.name, "tokens": len(ids), "sha256": _sha256(path)})
 
 
@@ -209,6 +217,8 @@ def prepare(corpus: CorpusConfig, config: DataConfig, out: Path) -> dict[str, An
         (partial / f"{split}.parquet").unlink()
     card = {
         "corpus": config.corpus,
+        "source": asdict(corpus),
+        "settings": asdict(config),
         "dtype": dtype.str,
         "vocab_size": config.vocab_size,
         "tokenizer_sha256": _sha256(partial / "tokenizer.model"),
@@ -244,6 +254,8 @@ class TokenData:
         self._train = self._open(folder, "train")
         self._validation = self._open(folder, "validation")
         self._windows = self._count(self._train)
+        if not self._count(self._validation):
+            raise ConfigError(f"corpus {self.card['corpus']} has no validation window of {seq_len} tokens")
         if self._windows < global_batch:
             raise ConfigError(
                 f"corpus {self.card['corpus']} has {self._windows} training windows of {seq_len} tokens,"
@@ -300,15 +312,20 @@ class TokenData:
     def validation(self, sequences: int) -> Tensor:
         """Tokens [n, T+1] of `sequences` validation windows spread evenly over the split (all, if fewer)."""
         have = self._count(self._validation)
-        if have == 0:
-            raise ConfigError(f"corpus {self.card['corpus']} has no validation window of {self.seq_len} tokens")
         chosen = np.linspace(0, have - 1, min(sequences, have)).astype(int)
         return torch.from_numpy(np.stack([self._window(self._validation, int(i)).astype(np.int64) for i in chosen]))
 
 
 def prepared(corpus: str, scale: str | None = None) -> Path:
-    """The folder of a corpus of params.yaml, prepared now if it is not there yet."""
-    folder = data_dir(corpus, scale or load_params()["scale"])
-    if not (folder / "card.json").exists():
-        prepare(*corpus_configs(corpus, scale=scale), folder)
+    """The folder of a corpus of params.yaml, prepared now if it is not there yet or was made from other settings."""
+    scale = scale or load_params()["scale"]
+    folder = data_dir(corpus, scale)
+    source, config = corpus_configs(corpus, scale=scale)
+    wanted = json.loads(json.dumps({"source": asdict(source), "settings": asdict(config)}))
+    if (folder / "card.json").exists():
+        card = json.loads((folder / "card.json").read_text())
+        if {key: card.get(key) for key in wanted} == wanted:
+            return folder
+        tqdm.write(f"{folder} was prepared with other settings; preparing it again")
+    prepare(source, config, folder)
     return folder

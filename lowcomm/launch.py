@@ -7,11 +7,9 @@ notice, write a checkpoint and stop.
 
 from __future__ import annotations
 
-import hashlib
 import html
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +19,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from lowcomm.config import ROOT, RunConfig, data_dir, overrides, run_config, run_dir, times_dir
+from lowcomm.config import ROOT, RunConfig, data_dir, overrides, run_config, run_dir, source_digest, times_dir
+from lowcomm.metrics import MADE_WITH, clear_run, strangers
 from lowcomm.stop import LAUNCHER_VARIABLE
 
 #: glibc gives large blocks back to the system after each step and faults them in anew; keeping them saves a tenth.
@@ -30,14 +29,6 @@ _KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(2**31 - 1), "MALLOC_MMAP_THRESHOLD
 
 class LaunchError(RuntimeError):
     """The run failed; the message holds the tail of its log."""
-
-
-def source_digest() -> str:
-    """SHA-256 over the package's source: what a run was made with."""
-    digest = hashlib.sha256()
-    for path in sorted((ROOT / "lowcomm").glob("*.py")):
-        digest.update(path.name.encode() + path.read_bytes())
-    return digest.hexdigest()
 
 
 def curve_svg(losses: list[tuple[int, float]], steps: int, width: int = 480, height: int = 90) -> str:
@@ -119,6 +110,13 @@ def command(config: RunConfig, out: Path, times: Path, data: Path, settings: lis
     return torchrun + script + folders + [word for s in settings for word in ("--set", s)]
 
 
+def _told(lines: list[str]) -> str:
+    """The end of what the ranks wrote, without torchrun's own account of their deaths."""
+    ends = (i for i, line in enumerate(lines) if "torch/distributed/elastic" in line and "failed (exitcode" in line)
+    ranks = [line for line in lines[: next(ends, None)] if "torch/distributed/run.py" not in line]
+    return "\n".join((ranks or lines)[-30:])
+
+
 def launch(
     run: str,
     *,
@@ -145,12 +143,13 @@ def launch(
     times = times or times_dir(run, config.scale, config.seed)
     data = data or data_dir(config.data.corpus, config.scale)
     times.mkdir(parents=True, exist_ok=True)
-    made_with = times / "source.sha256"
-    if out.exists() and (not made_with.exists() or made_with.read_text() != source_digest()):
+    if found := strangers(out):
+        raise LaunchError(f"{out} holds {', '.join(found[:5])}, which no run puts there: choose another folder")
+    made_with = (out / MADE_WITH).read_text() if (out / MADE_WITH).exists() else None
+    if made_with != source_digest():
         if (out / "checkpoints").exists():
             print(f"{run}: the source has changed since its checkpoint was written; starting over")
-        shutil.rmtree(out)
-    made_with.write_text(source_digest())
+        clear_run(out)
     log_path = times / "log.txt"
     environment = os.environ | _KEEP_MEMORY | {"OMP_NUM_THREADS": "1", LAUNCHER_VARIABLE: str(os.getpid())}
     environment["PYTHONPATH"] = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p)
@@ -178,7 +177,7 @@ def launch(
             except subprocess.TimeoutExpired:
                 os.killpg(child.pid, signal.SIGKILL)
     if child.returncode or not (out / "summary.json").exists():
-        lines = [line for line in log_path.read_text().splitlines() if "torch/distributed/run.py" not in line]
-        told = [line for line in lines if line.startswith("rank ")] or lines[-30:]
-        raise LaunchError(f"{run} failed with exit code {child.returncode}; {log_path}:\n" + "\n".join(told))
+        raise LaunchError(
+            f"{run} failed with exit code {child.returncode}; {log_path}:\n" + _told(log_path.read_text().splitlines())
+        )
     return json.loads((out / "summary.json").read_text())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,27 @@ class Metrics:
     def close(self) -> None:
         """Let go of the file; rows that were not written are dropped, as by a kill."""
         self._file.close()
+
+
+#: Holds `config.source_digest()`: marks a folder as a run's, and says what it was made with.
+MADE_WITH = "source.sha256"
+
+
+_FOLDERS, _FILES = ("metrics", "checkpoints"), ("summary.json", "model.safetensors", MADE_WITH)
+
+
+def strangers(out: Path) -> list[str]:
+    """Names in a folder that no run puts there."""
+    return sorted(p.name for p in out.iterdir() if p.name not in (*_FOLDERS, *_FILES)) if out.exists() else []
+
+
+def clear_run(out: Path) -> None:
+    """Remove what a run left in its folder, and nothing else."""
+    for name in _FOLDERS:
+        shutil.rmtree(out / name, ignore_errors=True)
+    for name in _FILES:
+        with contextlib.suppress(FileNotFoundError):
+            (out / name).unlink()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

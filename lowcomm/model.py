@@ -43,6 +43,9 @@ class ModelConfig:
         for name in ("dim", "layers", "heads", "ffn_dim", "vocab_size", "seq_len"):
             if getattr(self, name) < 1:
                 raise ValueError(f"model.{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("kv_heads", "head_dim", "z_loss"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"model.{name} must be at least 0, got {getattr(self, name)}")
         if self.head_dim == 0 and self.dim % self.heads:
             raise ValueError(
                 f"model.heads = {self.heads} does not divide model.dim = {self.dim}; set model.head_dim or change one"

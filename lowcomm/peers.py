@@ -49,14 +49,4 @@ class AllReplicas:
         return gather_bytes(codec.nbytes(numel), 1, replicas)
 
 
-class NoPeers:
-    """Nobody: replicas train alone, the lower bound of communication."""
-
-    def mean(self, world: World, x: Tensor, codec: Codec, *, purpose: str) -> Tensor:
-        return codec.decode(codec.encode(x), x.numel())
-
-    def sent_bytes(self, numel: int, codec: Codec, replicas: int, replica: int) -> int:
-        return 0
-
-
-PEERS: dict[str, Peers] = {"all": AllReplicas(), "none": NoPeers()}
+PEERS: dict[str, Peers] = {"all": AllReplicas()}

@@ -22,9 +22,16 @@ LAUNCHER_VARIABLE = "LOWCOMM_LAUNCHER"
 _POLL_S = 0.1
 
 
-def stop_on_sigterm() -> None:
-    """Let SIGTERM ask for a stop (main thread only)."""
+def stop_on_signals() -> None:
+    """Let SIGTERM, and the first Ctrl-C, ask for a stop (main thread only)."""
+
+    def interrupted(*_: object) -> None:
+        if requested.is_set():
+            raise KeyboardInterrupt
+        requested.set()
+
     signal.signal(signal.SIGTERM, lambda *_: requested.set())
+    signal.signal(signal.SIGINT, interrupted)
 
 
 def _launcher_is_gone() -> bool:

@@ -8,13 +8,14 @@ runs of one configuration are equal byte for byte: `metrics/rank-000.jsonl` (a r
 `summary.json`, `model.safetensors` (the evaluated parameters), and `checkpoints/` until the run is complete.
 Times go to a folder of their own.
 
-On SIGTERM to any rank all finish the same step, write a checkpoint and exit 0. (torchrun itself, when it is
+On SIGTERM (or Ctrl-C) to any rank all finish the same step, write a checkpoint and exit 0. (torchrun itself, when it is
 the one told, passes the signal on and then reports it as its own exit status.)
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import logging
 import math
@@ -36,10 +37,10 @@ from lowcomm.checkpoint import Checkpoints, save_tensors
 from lowcomm.comm import World, run_threads, world_from_torchrun
 from lowcomm.config import ConfigError, RunConfig, TrainConfig
 from lowcomm.data import TokenData
-from lowcomm.metrics import Metrics, read_metrics
+from lowcomm.metrics import MADE_WITH, Metrics, clear_run, read_metrics
 from lowcomm.model import Decoder
 from lowcomm.outer import DataParallel, Engine, LocalUpdates
-from lowcomm.stop import StopAgreement, stop_on_sigterm
+from lowcomm.stop import StopAgreement, stop_on_signals
 
 log = logging.getLogger("lowcomm")
 
@@ -88,11 +89,12 @@ class Trainer:
         if config.replicas != world.replicas:
             raise ConfigError(f"run {config.name} has {config.replicas} replicas, the world has {world.replicas}")
         self.config, self.world, self.data = config, world, data
-        if data.card["vocab_size"] != config.model.vocab_size:
-            raise ConfigError(
-                f"model.vocab_size = {config.model.vocab_size}, but the corpus was tokenised with"
-                f" {data.card['vocab_size']}: prepare it again (dvc repro data)"
-            )
+        for key, value in dataclasses.asdict(config.data).items():
+            if (was := data.card.get("settings", {}).get(key)) != value:
+                raise ConfigError(
+                    f"data.{key} = {value}, but the corpus was prepared with {was}:"
+                    f" prepare it again (dvc repro data@{config.data.corpus})"
+                )
         self.model = Decoder(config.model).initialise(config.seed).to(world.device)
         self.engine = make_engine(self.model, world, config)
         self.optimizer = inner_optimizer(self.model, config.train)
@@ -167,8 +169,9 @@ class Trainer:
             prefix = f"inner/{name}/"
             state = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
             for key, value in state.items():
-                if value.dim() == 0:
-                    self.optimizer.state[p][key] = value.clone()
+                if value.dim() == 0:  # the step count; fused kernels read it where the parameters are
+                    fused = self.optimizer.defaults.get("fused")
+                    self.optimizer.state[p][key] = value.clone().to(p.device if fused else "cpu")
                 else:
                     like = torch.zeros_like(p)
                     _local(like).copy_(value)
@@ -186,7 +189,7 @@ def train(
     *,
     on_row: Callable[[Trainer, dict], None] | None = None,
 ) -> dict[str, Any]:
-    """Train one rank of `config` and return the run's summary (the same on every rank).
+    """Train one rank of `config` and return the run's summary (`sent_bytes` are this rank's; rank 0's is written).
 
     Continues from the newest checkpoint in `out` if there is one. `times` gets what depends on the
     machine (default: beside `out`). `on_row` sees each metrics row, for a notebook. A stopped run's
@@ -214,6 +217,13 @@ def train(
         log.info("resuming %s at step %d", config.name, start)
         clock_file = times / f"elapsed-{start}.json"
         elapsed = json.loads(clock_file.read_text()) if clock_file.exists() else 0.0
+    else:
+        if world.rank == 0:
+            clear_run(out)
+            (out / MADE_WITH).write_text(cfg.source_digest())
+        world.barrier()
+        if (epochs := t.steps / data.epoch_steps()) > 1 and world.rank == 0:
+            log.info("%s sees its training windows %.1f times", config.name, epochs)
     metrics = Metrics(out / "metrics" / f"rank-{world.rank:03d}.jsonl", start)
     clock = Metrics(times / f"rank-{world.rank:03d}.jsonl", start)
     stop = StopAgreement(world)
@@ -294,12 +304,15 @@ def _finish(trainer: Trainer, checkpoints: Checkpoints, out: Path, times: Path) 
         },
     }
     weights = trainer.engine.weights()
+    if world.trace is not None:
+        lines = [json.dumps(dataclasses.asdict(span)) + "\n" for span in world.trace.spans]
+        (times / f"trace-{world.rank:03d}.jsonl").write_text("".join(lines))
     if world.rank == 0:
         resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         peak = torch.cuda.max_memory_allocated(world.device) if world.device.type == "cuda" else resident
         done = {"seconds": seconds, "tokens_per_s": tokens / seconds, "peak_memory_bytes": peak}
         if world.trace is not None:
-            done["utilisation"] = world.trace.utilisation(seconds)
+            done["utilisation"] = world.trace.utilisation(world.clock.since_start())
         (times / "times.json").write_text(json.dumps(done, indent=1) + "\n")
         for old in times.glob("elapsed-*.json"):
             old.unlink()
@@ -316,17 +329,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--scale", help="smoke, laptop, gpu or paper (default: params.yaml's)")
     parser.add_argument("--seed", type=int, help="default: the run's first")
     parser.add_argument("--out", type=Path, help="run folder (default: build/runs/SCALE/RUN/seedN)")
-    parser.add_argument("--times", type=Path, help="folder for times (default: build/times/...)")
+    parser.add_argument("--times", type=Path, help="folder for times (default: build/times/..., or beside --out)")
     parser.add_argument("--data", type=Path, help="prepared corpus (default: build/data/SCALE/CORPUS)")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override a setting")
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    stop_on_sigterm()
+    stop_on_signals()
     world: World | None = None
     try:
         run = cfg.run_config(args.run, seed=args.seed, scale=args.scale, **cfg.overrides(args.set))
         out = args.out or cfg.run_dir(run.name, run.scale, run.seed)
-        times = args.times or cfg.times_dir(run.name, run.scale, run.seed)
+        times = args.times or (None if args.out else cfg.times_dir(run.name, run.scale, run.seed))
         data = args.data or cfg.data_dir(run.data.corpus, run.scale)
 
         def work(world: World) -> dict[str, Any]:

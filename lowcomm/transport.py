@@ -113,6 +113,12 @@ class ThreadHub:
         with self._lock:
             return self._boxes.setdefault((src, dst, channel), queue.SimpleQueue())
 
+    def note(self, key: str, value: str) -> None:
+        self._notes[key] = value
+
+    def read(self, key: str) -> str | None:
+        return self._notes.get(key)
+
     def abort(self, reason: str) -> None:
         with self._lock:
             self.aborted = self.aborted or reason
@@ -161,10 +167,10 @@ class ThreadTransport:
             consume(0, taken[0].numel(), taken)
 
     def note(self, key: str, value: str) -> None:
-        self.hub._notes[key] = value
+        self.hub.note(key, value)
 
     def read(self, key: str) -> str | None:
-        return self.hub._notes.get(key)
+        return self.hub.read(key)
 
     def abort(self, reason: str) -> None:
         self.hub.abort(reason)

@@ -49,10 +49,6 @@ class Ledger:
         """{"axis/purpose": bytes}, sorted."""
         return {f"{a}/{p}": sum(steps.values()) for (a, p), steps in sorted(self._bytes.items())}
 
-    def by_step(self, axis: str, purpose: str) -> dict[int, int]:
-        """{step: bytes} of one purpose."""
-        return dict(self._bytes[axis, purpose])
-
     def peak_step_bytes(self) -> int:
         """Most bytes sent in any one step."""
         steps: dict[int, int] = defaultdict(int)
@@ -91,8 +87,12 @@ class RealClock:
     def start(self, earlier: float = 0.0) -> None:
         self._earlier, self._origin = earlier, self.now()
 
+    def since_start(self) -> float:
+        """Seconds since `start`."""
+        return self.now() - self._origin
+
     def sleep_until(self, instant: float) -> None:
-        if instant > (now := time.monotonic()):
+        if instant > (now := self.now()):
             time.sleep(instant - now)
 
     def settle(self, entered: float, finished: float) -> None:

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import os
 
 import pytest
 
 from lowcomm.comm import run_threads
-from lowcomm.config import data_dir, load_params, run_config, run_dir, times_dir
+from lowcomm.config import load_params, run_config, run_dir, source_digest, times_dir
 from lowcomm.data import prepared
-from lowcomm.launch import source_digest
+from lowcomm.metrics import MADE_WITH
 from lowcomm.train import train
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Train every run at smoke scale in threads, unless this source has done so already."""
+    """Train every run at smoke scale in threads, unless this source and these settings have done so already."""
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
     for run in load_params()["runs"]:
         config = run_config(run, scale="smoke")
-        prepared(config.data.corpus, "smoke")
+        data = prepared(config.data.corpus, "smoke")
         out, times = (f(run, "smoke", config.seed) for f in (run_dir, times_dir))
-        made_with = times / "source.sha256"
-        if (out / "summary.json").exists() and made_with.exists() and made_with.read_text() == source_digest():
-            continue
-        data = data_dir(config.data.corpus, "smoke")
+        if (out / "summary.json").exists() and (out / MADE_WITH).read_text() == source_digest():
+            trained = json.loads((out / "summary.json").read_text())["run"]
+            if trained == json.loads(json.dumps(config.to_dict())):
+                continue
         run_threads(
             lambda w, c=config, d=data, o=out, t=times: train(c, w, d, o, t), replicas=config.replicas, comm=config.comm
         )
-        made_with.write_text(source_digest())

@@ -53,7 +53,7 @@ def readme_block() -> str:
         text = headline.read_text().replace("### ", "**", 1).replace("\n", "**\n", 1).rstrip()
         parts += [text, "", "![Table 5](results/laptop/streaming_diloco/table5.png)", ""]
     if times.exists():
-        parts += ["Seconds of each stage, in one reproduction from nothing on two cores:", ""]
+        parts += ["Seconds of each stage when it last ran, on two cores:", ""]
         parts += [markdown(pd.read_csv(times)), ""]
     return "\n".join([*parts, END])
 

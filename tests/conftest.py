@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,14 @@ from lowcomm.data import prepare
 from lowcomm.train import train
 
 VOCAB = 400
+DATA = DataConfig("docstrings", VOCAB, max_characters=150_000)
 
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A prepared corpus of 150,000 characters of docstrings."""
     folder = tmp_path_factory.mktemp("data") / "docstrings"
-    prepare(CorpusConfig("docstrings"), DataConfig("docstrings", VOCAB, max_characters=150_000), folder)
+    prepare(CorpusConfig("docstrings"), DATA, folder)
     return folder
 
 
@@ -27,7 +29,7 @@ def small_run(run: str = "diloco_m2", **override: Any) -> RunConfig:
     """A run of params.yaml at smoke scale, made smaller still; sections merge."""
     base: dict[str, Any] = {
         "model": {"vocab_size": VOCAB},
-        "data": {"vocab_size": VOCAB},
+        "data": vars(DATA),
         "train": {"steps": 12, "warmup_steps": 3, "eval_every": 0, "eval_sequences": 8},
     }
     if run.startswith("diloco"):
@@ -35,6 +37,23 @@ def small_run(run: str = "diloco_m2", **override: Any) -> RunConfig:
     for section, values in override.items():
         base[section] = base.get(section, {}) | values if isinstance(values, dict) else values
     return run_config(run, scale="smoke", **base)
+
+
+def settings_of(config: RunConfig) -> list[str]:
+    """What makes `config` of its run at smoke scale, as words for `--set`."""
+    smoke = run_config(config.name, scale="smoke")
+    return [
+        f"{section}.{key}={json.dumps(value)}"
+        for section in ("model", "data", "train", "method", "comm", "checkpoint")
+        for key, value in vars(getattr(config, section)).items()
+        if value != getattr(getattr(smoke, section), key)
+    ]
+
+
+def command_line(config: RunConfig, corpus: Path, out: Path) -> list[str]:
+    """Words after `-m` that train `config` from the command line."""
+    words = ["lowcomm.train", config.name, "--scale", "smoke", "--data", str(corpus), "--out", str(out)]
+    return words + [w for s in settings_of(config) for w in ("--set", s)]
 
 
 def train_in_threads(config: RunConfig, corpus: Path, out: Path, **kwargs: Any) -> dict[str, Any]:

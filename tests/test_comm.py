@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -145,6 +146,35 @@ def test_the_first_vector_function_is_called_by_one_thread_alone() -> None:
     with torch.profiler.profile() as profile:
         run_threads(lambda world: None, replicas=2)
     assert [e.name for e in profile.events() if e.name == "aten::cos"] == ["aten::cos"]
+
+
+def test_a_rank_has_no_message_for_itself_or_for_nobody() -> None:
+    def work(world: World) -> None:
+        with pytest.raises(ValueError, match="index 0 of axis 'stage' is no peer of index 0: the axis has size 1"):
+            world.send(torch.ones(1), 0, purpose="x")
+        with pytest.raises(ValueError, match="index 2 of axis 'replica' is no peer of index"):
+            world.recv(2, purpose="x", axis="replica")
+        with pytest.raises(ValueError, match="root 2 is not on axis 'replica' of size 2"):
+            world.broadcast(torch.ones(1), purpose="x", root=2)
+
+    run_threads(work, replicas=2)
+
+
+def test_without_a_link_clocks_of_other_machines_do_not_matter() -> None:
+    def work(world: World) -> float:
+        now = world.clock.now
+        world.clock.now = lambda: now() + 1000 * world.rank  # as if this machine had been up for longer
+        begin = time.monotonic()
+        world.barrier()
+        world.mean(torch.ones(10), purpose="x")
+        return time.monotonic() - begin
+
+    assert max(run_threads(work, replicas=2)) < 10
+
+
+def test_threads_have_no_backend() -> None:
+    with pytest.raises(ConfigError, match="comm.backend = nccl is for processes"):
+        run_threads(lambda world: None, replicas=2, comm=CommConfig(backend="nccl"))
 
 
 def test_no_thread_outlives_its_run(tmp_path: Path) -> None:

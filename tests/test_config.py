@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 import yaml
 
-from lowcomm.config import ROOT, ConfigError, build, load_params, run_config, run_seeds
-from lowcomm.model import Decoder, ModelConfig
+from lowcomm.config import ROOT, ConfigError, build, load_params, overrides, run_config, run_seeds
+from lowcomm.model import PRESETS, Decoder, ModelConfig
 from tests.conftest import small_run
 
 PARAMS = load_params()
@@ -68,7 +69,18 @@ def _changed(path: str, value: Any) -> dict:
         ("scales/smoke/train/global_batch", 0, "train.global_batch must be at least 1, got 0"),
         ("scales/smoke/train/seq_len", 64, "train.seq_len = 64 is longer than model.seq_len = 32"),
         ("scales/smoke/data/vocab_size", 300, "data.vocab_size = 300 and model.vocab_size = 512 must be equal"),
-        ("methods/diloco/outer_momentum", 1.0, r"outer_momentum must be in \[0, 1\), got 1.0"),
+        ("methods/diloco/outer_momentum", 1.0, "method.outer_momentum must be below 1, got 1.0"),
+        ("scales/smoke/train/lr", -1, "train.lr must be at least 0, got -1.0"),
+        ("scales/smoke/train/clip_norm", -1, "train.clip_norm must be at least 0, got -1.0"),
+        ("scales/smoke/train/lr", float("nan"), "train.lr = nan must be finite"),
+        ("scales/smoke/train/steps", float("inf"), "train.steps = inf must be finite"),
+        ("scales/smoke/train/beta2", 1, "train.beta2 must be below 1, got 1.0"),
+        ("scales/smoke/data/shard_tokens", 0, "data.shard_tokens must be at least 1, got 0"),
+        ("scales/smoke/data/validation_percent", 0, "data.validation_percent must be above 0, got 0.0"),
+        ("scales/smoke/model/kv_heads", -2, "model.kv_heads must be at least 0, got -2"),
+        ("runs/diloco_m2/seeds", [], r"runs.diloco_m2.seeds = \[\] must be a list of at least one whole number"),
+        ("runs/diloco_m2/seeds", 3, "runs.diloco_m2.seeds = 3 must be a list"),
+        ("runs/diloco_m2/corpus", "docstring", "no corpus named 'docstring'; did you mean 'docstrings'"),
         ("methods/diloco/outer", "average", "method.outer = average exchanges the parameters themselves"),
         (
             "methods/diloco/exchange",
@@ -98,11 +110,27 @@ def test_missing_settings_are_named() -> None:
 
 
 def test_a_preset_is_a_base_that_settings_override() -> None:
-    size = {"vocab_size": 512, "seq_len": 32}
-    config = run_config("diloco_m2", scale="smoke", model={"preset": "streaming_diloco/35m"} | size)
-    assert (config.model.dim, config.model.layers, config.model.vocab_size) == (16, 2, 512)
-    params = _changed("scales/smoke/model", {"preset": "streaming_diloco/35m"} | size)
-    assert run_config("diloco_m2", scale="smoke", params=params).model.dim == 512
+    preset = {"preset": "streaming_diloco/35m", "vocab_size": 512, "seq_len": 32}
+    expected = dataclasses.replace(PRESETS["streaming_diloco/35m"], vocab_size=512, seq_len=32)
+    for way in (
+        run_config("diloco_m2", scale="smoke", model=preset),  # a preset hides the scale's own model
+        run_config("diloco_m2", scale="smoke", params=_changed("scales/smoke/model", preset)),
+        run_config("diloco_m2", scale="smoke", params=_changed("runs/diloco_m2/override", {"model": preset})),
+    ):
+        assert way.model == expected
+
+
+def test_a_run_may_override_any_section() -> None:
+    over = {"method": {"sync_every_steps": 10}, "train": {"lr": 0.5}, "replicas": 4}
+    config = run_config("diloco_m2", scale="smoke", params=_changed("runs/diloco_m2/override", over))
+    assert (config.method.sync_every_steps, config.train.lr, config.replicas) == (10, 0.5, 4)
+
+
+def test_arguments_are_not_settings() -> None:
+    with pytest.raises(ConfigError, match="--set seed=1: seed is not a setting but an argument of its own"):
+        overrides(["seed=1"])
+    with pytest.raises(ConfigError, match="--set train.steps=1: train has been set to 5 already"):
+        overrides(["train=5", "train.steps=1"])
 
 
 def test_identity_leaves_out_the_wire() -> None:

@@ -14,9 +14,9 @@ import torch
 from lowcomm.config import ConfigError, CorpusConfig, DataConfig
 from lowcomm.corpora import documents, sources
 from lowcomm.data import END_OF_TEXT, TokenData, Tokenizer, prepare
-from tests.conftest import VOCAB
+from tests.conftest import DATA, VOCAB
 
-SMALL = DataConfig("docstrings", VOCAB, max_characters=150_000)
+SMALL = DATA
 
 
 @pytest.fixture(scope="module")

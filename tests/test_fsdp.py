@@ -11,9 +11,8 @@ from safetensors.torch import load_file
 
 from lowcomm.config import ConfigError
 from lowcomm.metrics import read_metrics
-from tests.conftest import small_run, train_in_threads
+from tests.conftest import command_line, small_run, train_in_threads
 from tests.harness import torchrun
-from tests.test_train import command_line
 
 #: Plain SGD without clipping: elementwise, so that equal gradients give equal weights.
 SGD = {"optimizer": "sgd", "lr": 0.1, "clip_norm": 0.0}

@@ -14,15 +14,10 @@ import pytest
 
 from lowcomm.config import ConfigError
 from lowcomm.launch import LaunchError, _Tail, curve_svg, launch
-from tests.conftest import VOCAB
+from tests.conftest import settings_of, small_run
 from tests.harness import clean_environment
 
-SETTINGS = [
-    *(f"{s}.vocab_size={VOCAB}" for s in ("model", "data")),
-    "train.steps=12",
-    "train.eval_sequences=8",
-    "method.sync_every_steps=4",
-]
+SETTINGS = settings_of(small_run("diloco_m2"))
 
 
 def test_launch_returns_the_summary(corpus: Path, tmp_path: Path) -> None:
@@ -78,10 +73,16 @@ def test_ranks_stop_when_their_launcher_is_killed(corpus: Path, tmp_path: Path) 
 def test_a_run_made_by_other_source_starts_over(corpus: Path, tmp_path: Path, capsys) -> None:
     out, times = tmp_path / "out", tmp_path / "times"
     (out / "checkpoints").mkdir(parents=True)
-    times.mkdir()
-    (times / "source.sha256").write_text("another")
+    (out / "source.sha256").write_text("another")
     launch("diloco_m2", scale="smoke", settings=SETTINGS, out=out, times=times, data=corpus)
     assert "the source has changed since its checkpoint was written; starting over" in capsys.readouterr().out
+
+
+def test_a_folder_that_holds_other_things_is_left_alone(corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(LaunchError, match="holds thesis.tex, which no run puts there: choose another folder"):
+        launch("diloco_m2", scale="smoke", settings=SETTINGS, out=tmp_path, times=tmp_path.with_name("t"), data=corpus)
+    assert (tmp_path / "thesis.tex").read_text() == "years of work"
 
 
 def test_the_tail_gives_whole_lines_once(tmp_path: Path) -> None:

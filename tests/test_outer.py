@@ -17,8 +17,9 @@ from lowcomm.metrics import read_metrics
 from lowcomm.model import Decoder
 from lowcomm.outer import Momentum, flatten, pairwise_cosine
 from lowcomm.peers import PEERS, AllReplicas
-from lowcomm.train import Trainer, inner_optimizer, learning_rate
-from tests.conftest import small_run, train_in_threads
+from lowcomm.train import Trainer, inner_optimizer, learning_rate, train
+from tests.conftest import command_line, small_run, train_in_threads
+from tests.harness import torchrun
 
 AVERAGE = {"outer": "average", "outer_lr": 1.0, "outer_momentum": 0.0}
 
@@ -206,28 +207,21 @@ def test_a_codec_refuses_what_it_cannot_hold() -> None:
         ("diloco_m2", {}),
         ("diloco_m2", {"sync_every_steps": 5}),  # the last round is shorter
         ("diloco_m2", {"codec": "bf16"}),
-        ("diloco_m2", {"peers": "none"}),
         ("diloco_m2", AVERAGE),
     ],
 )
 def test_bytes_sent_are_the_closed_form(run: str, method: dict, replicas: int, corpus: Path, tmp_path: Path) -> None:
-    summary = train_in_threads(small_run(run, replicas=replicas, method=method), corpus, tmp_path)
-    ((purpose, expected),) = summary["sent_bytes_closed_form"].items()
-    assert summary["sent_bytes"].get(f"replica/{purpose}", 0) == expected
-    assert (expected == 0) == (replicas == 1 or method.get("peers") == "none")
+    config = small_run(run, replicas=replicas, method=method)
+    for summary in run_threads(lambda w: train(config, w, corpus, tmp_path), replicas=replicas):
+        ((purpose, expected),) = summary["sent_bytes_closed_form"].items()
+        assert summary["sent_bytes"].get(f"replica/{purpose}", 0) == expected
+        assert (expected == 0) == (replicas == 1)
 
 
 def test_outer_state_on_the_cpu_changes_nothing(corpus: Path, tmp_path: Path) -> None:
     train_in_threads(small_run("diloco_m2"), corpus, tmp_path / "device")
     train_in_threads(small_run("diloco_m2", method={"offload_outer": True}), corpus, tmp_path / "cpu")
     assert torch.equal(weights_of(tmp_path / "device"), weights_of(tmp_path / "cpu"))
-
-
-def test_without_peers_a_replica_trains_as_if_alone(corpus: Path, tmp_path: Path) -> None:
-    train_in_threads(small_run("diloco_m2", method={"peers": "none"}), corpus, tmp_path / "none")
-    train_in_threads(small_run("diloco_m2"), corpus, tmp_path / "all")
-    assert losses_of(tmp_path / "none")[:4] == losses_of(tmp_path / "all")[:4]
-    assert losses_of(tmp_path / "none") != losses_of(tmp_path / "all")
 
 
 def test_accumulated_micro_batches_are_one_batch(corpus: Path, tmp_path: Path) -> None:
@@ -270,3 +264,14 @@ def test_a_link_changes_the_clock_and_never_a_loss(corpus: Path, tmp_path: Path)
     assert torch.equal(weights_of(tmp_path / "none"), weights_of(tmp_path / "real"))
     assert seconds["virtual"] == pytest.approx(seconds["real"], rel=0.05)
     assert seconds["real"] > 3 * seconds["none"]
+
+
+def test_a_link_leaves_the_losses_of_processes(corpus: Path, tmp_path: Path) -> None:
+    config = small_run("diloco_m2")
+    train_in_threads(config, corpus, tmp_path / "none")
+    for clock in ("real", "virtual"):
+        linked = small_run("diloco_m2", comm={"link_mbit_per_s": 80, "link_latency_ms": 20, "clock": clock})
+        done = torchrun(2, *command_line(linked, corpus, tmp_path / clock))
+        assert done.returncode == 0, done.stderr
+        assert losses_of(tmp_path / clock) == losses_of(tmp_path / "none")
+        assert losses_of(tmp_path / clock, rank=1) == losses_of(tmp_path / "none", rank=1)

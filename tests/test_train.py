@@ -18,12 +18,12 @@ from safetensors.torch import load_file
 
 from lowcomm import stop
 from lowcomm.comm import World, run_threads
-from lowcomm.config import ConfigError, RunConfig, run_config
+from lowcomm.config import ConfigError, RunConfig
 from lowcomm.data import TokenData
 from lowcomm.metrics import read_metrics
 from lowcomm.model import Decoder
 from lowcomm.train import Trainer, learning_rate, train
-from tests.conftest import small_run, train_in_threads
+from tests.conftest import command_line, small_run, train_in_threads
 from tests.harness import clean_environment, torchrun, torchrun_command
 
 DETERMINED = ("summary.json", "model.safetensors", "metrics/rank-000.jsonl", "metrics/rank-001.jsonl")
@@ -36,19 +36,6 @@ def same_run(a: Path, b: Path) -> bool:
         return (out / name).read_bytes().replace(b"ProcessTransport", b"ThreadTransport")
 
     return all(read(a, name) == read(b, name) for name in DETERMINED)
-
-
-def command_line(config: RunConfig, corpus: Path, out: Path) -> list[str]:
-    """Words after `-m` that train `config` from the command line."""
-    smoke = run_config(config.name, scale="smoke")
-    settings = [
-        f"{section}.{key}={json.dumps(value)}"
-        for section in ("model", "data", "train", "method", "comm", "checkpoint")
-        for key, value in vars(getattr(config, section)).items()
-        if value != getattr(getattr(smoke, section), key)
-    ]
-    words = ["lowcomm.train", config.name, "--scale", "smoke", "--data", str(corpus), "--out", str(out)]
-    return words + [w for s in settings for w in ("--set", s)]
 
 
 @pytest.fixture(scope="module")
@@ -228,19 +215,23 @@ def _damage(path: Path) -> None:
     path.write_bytes(raw)
 
 
-@pytest.mark.parametrize("what", ["flipped bit", "truncated", "missing file", "bad manifest"])
+@pytest.mark.parametrize(
+    "what", ["flipped bit", "flipped ledger", "truncated", "missing file", "bad manifest", "odd manifest"]
+)
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(what: str, corpus: Path, tmp_path: Path, caplog) -> None:
     config = _stopped(corpus, tmp_path / "run", at=8)
     newest = tmp_path / "run" / "checkpoints" / "step-00000006"
     file = newest / "rank-001.safetensors"
     if what == "flipped bit":
         _damage(file)
+    elif what == "flipped ledger":
+        _damage(newest / "rank-001.json")
     elif what == "truncated":
         file.write_bytes(file.read_bytes()[:100])
     elif what == "missing file":
         file.unlink()
     else:
-        (newest / "manifest.json").write_text("{")
+        (newest / "manifest.json").write_text("{" if what == "bad manifest" else "[]")
     caplog.set_level("INFO", "lowcomm")
     train_in_threads(config, corpus, tmp_path / "run")
     assert "step-00000006 is damaged" in caplog.text
@@ -280,7 +271,7 @@ def test_checkpoints_hold_no_pickles_and_only_the_last_are_kept(corpus: Path, tm
     _stopped(corpus, tmp_path / "run", at=12)
     folder = tmp_path / "run" / "checkpoints"
     assert sorted(p.name for p in folder.iterdir()) == ["step-00000006", "step-00000009"]
-    assert {p.suffix for p in folder.rglob("*") if p.is_file()} == {".safetensors", ".json"}
+    assert {p.suffix for p in folder.rglob("*") if p.is_file()} == {".safetensors", ".json", ".sha256"}
 
 
 def test_an_unwritable_output_folder_is_named(corpus: Path, tmp_path: Path) -> None:
@@ -289,10 +280,50 @@ def test_an_unwritable_output_folder_is_named(corpus: Path, tmp_path: Path) -> N
         train_in_threads(small_run(), corpus, tmp_path / "file" / "run")
 
 
-def test_a_corpus_of_another_vocabulary_is_refused(corpus: Path, tmp_path: Path) -> None:
-    config = small_run(model={"vocab_size": 999}, data={"vocab_size": 999})
-    with pytest.raises(ConfigError, match="model.vocab_size = 999, but the corpus was tokenised with 400"):
-        train_in_threads(config, corpus, tmp_path)
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ({"model": {"vocab_size": 999}, "data": {"vocab_size": 999}}, "data.vocab_size = 999, but .* with 400"),
+        ({"data": {"validation_percent": 7}}, "data.validation_percent = 7.0, but the corpus was prepared with 5.0"),
+        ({"data": {"corpus": "python"}}, "data.corpus = python, but the corpus was prepared with docstrings"),
+    ],
+)
+def test_a_corpus_prepared_with_other_settings_is_refused(
+    override: dict, message: str, corpus: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        train_in_threads(small_run(**override), corpus, tmp_path)
+
+
+def test_a_fresh_start_leaves_nothing_of_the_run_before(corpus: Path, tmp_path: Path) -> None:
+    train_in_threads(small_run("diloco_m2"), corpus, tmp_path / "run")
+    (tmp_path / "run" / "notes.txt").write_text("mine")
+    summary = tmp_path / "run" / "summary.json"
+
+    def crash(trainer: Trainer, row: dict) -> None:
+        assert not summary.exists()
+        raise _Crash
+
+    with pytest.raises(_Crash):
+        train_in_threads(small_run("diloco_m2", replicas=1), corpus, tmp_path / "run", on_row=crash)
+    names = {str(p.relative_to(tmp_path / "run")) for p in (tmp_path / "run").rglob("*")}
+    assert names == {"notes.txt", "source.sha256", "metrics", "metrics/rank-000.jsonl"}
+
+
+def test_an_interrupted_cell_stops_its_ranks_with_a_checkpoint(corpus: Path, tmp_path: Path) -> None:
+    code = (
+        "import os; from pathlib import Path; from tests.conftest import small_run, train_in_threads;"
+        "config = small_run('diloco_m2', train={'steps': 10**6});"
+        "hit = lambda trainer, row: row['step'] == 20 and trainer.world.rank == 0 and os.kill(os.getpid(), 2);"
+        f"train_in_threads(config, Path({str(corpus)!r}), Path({str(tmp_path / 'run')!r}), on_row=hit)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=clean_environment(), capture_output=True, text=True, timeout=120, check=False
+    )
+    assert "KeyboardInterrupt" in done.stderr
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
+    rows = [read_metrics(tmp_path / "run" / "metrics" / f"rank-{r:03d}.jsonl") for r in (0, 1)]
+    assert int(checkpoint.name[5:]) == len(rows[0]) == len(rows[1]) >= 20
 
 
 def test_replicas_and_ranks_must_agree(corpus: Path, tmp_path: Path) -> None:
