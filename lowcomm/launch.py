@@ -20,7 +20,7 @@ from typing import Any
 from tqdm import tqdm
 
 from lowcomm.config import ROOT, RunConfig, data_dir, overrides, run_config, run_dir, source_digest, times_dir
-from lowcomm.metrics import MADE_WITH, clear_run, strangers
+from lowcomm.metrics import clear_run, made_with, strangers
 from lowcomm.stop import LAUNCHER_VARIABLE
 
 #: glibc gives large blocks back to the system after each step and faults them in anew; keeping them saves a tenth.
@@ -145,8 +145,7 @@ def launch(
     times.mkdir(parents=True, exist_ok=True)
     if found := strangers(out):
         raise LaunchError(f"{out} holds {', '.join(found[:5])}, which no run puts there: choose another folder")
-    made_with = (out / MADE_WITH).read_text() if (out / MADE_WITH).exists() else None
-    if made_with != source_digest():
+    if made_with(out) != source_digest():
         if (out / "checkpoints").exists():
             print(f"{run}: the source has changed since its checkpoint was written; starting over")
         clear_run(out)

@@ -54,6 +54,11 @@ MADE_WITH = "source.sha256"
 _FOLDERS, _FILES = ("metrics", "checkpoints"), ("summary.json", "model.safetensors", MADE_WITH)
 
 
+def made_with(out: Path) -> str | None:
+    """Digest of the source that made the run in a folder; None where there is none."""
+    return (out / MADE_WITH).read_text() if (out / MADE_WITH).exists() else None
+
+
 def strangers(out: Path) -> list[str]:
     """Names in a folder that no run puts there."""
     return sorted(p.name for p in out.iterdir() if p.name not in (*_FOLDERS, *_FILES)) if out.exists() else []

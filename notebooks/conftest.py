@@ -10,7 +10,7 @@ import pytest
 from lowcomm.comm import run_threads
 from lowcomm.config import load_params, run_config, run_dir, source_digest, times_dir
 from lowcomm.data import prepared
-from lowcomm.metrics import MADE_WITH
+from lowcomm.metrics import made_with
 from lowcomm.train import train
 
 
@@ -21,7 +21,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         config = run_config(run, scale="smoke")
         data = prepared(config.data.corpus, "smoke")
         out, times = (f(run, "smoke", config.seed) for f in (run_dir, times_dir))
-        if (out / "summary.json").exists() and (out / MADE_WITH).read_text() == source_digest():
+        if (out / "summary.json").exists() and made_with(out) == source_digest():
             trained = json.loads((out / "summary.json").read_text())["run"]
             if trained == json.loads(json.dumps(config.to_dict())):
                 continue
