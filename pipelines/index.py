@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
+from pathlib import Path
 
 import pandas as pd
 
@@ -30,7 +32,7 @@ def index() -> str:
     ]
     root = ROOT / "results"
     for scale in SCALES:
-        tables = sorted((root / scale).glob("*/*.md"))
+        tables = sorted((root / scale).glob("*/*.md"), key=_order)
         seen = ""
         for table in tables:
             group = table.parent.name
@@ -42,6 +44,11 @@ def index() -> str:
                 name = table.with_suffix(".png").relative_to(root)
                 parts += [f"![{table.stem}]({name})", ""]
     return "\n".join(parts).rstrip() + "\n"
+
+
+def _order(path: Path) -> tuple[str, bool, list[int], str]:
+    """By paper; tables before figures; by number."""
+    return path.parent.name, path.stem.startswith("figure"), [int(n) for n in re.findall(r"\d+", path.stem)], path.stem
 
 
 def readme_block() -> str:

@@ -1,0 +1,171 @@
+"""One simulator for every clock in the four papers.
+
+Work is done by resources (a processor, a link), each of which serves its nodes in the order in which they are
+added:
+
+    begin = max(resource free, end of every node it waits for)
+    end   = begin + seconds
+
+Because the order is given, one pass is exact and needs no queue of events; and because nothing branches on a time,
+times may be arrays, one entry a bandwidth or a random draw: a sweep is one pass too.
+
+`train_steps` is the simulator of Streaming DiLoCo (section 3.1, Figure 3). A step of L layers is L forward nodes, L
+backward nodes for parameters and L - 1 for activations (the first layer needs none), all of equal length, and a
+reduction for every layer whose turn it is: 4 L - 1 nodes in data-parallel training. A layer is reduced as soon as its
+gradient, or in a local method its last update, is there, in backward order, one after the other over one link; its
+next forward pass tau steps later waits for it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from lowcomm.accounting import ring_seconds
+from lowcomm.streaming import Pattern, Schedule, layer_fragments
+
+Seconds = NDArray[np.float64] | float
+
+
+@dataclass(frozen=True)
+class Node:
+    """Work on a resource from `begin` to `end` (seconds)."""
+
+    resource: Any
+    label: Any
+    begin: Seconds
+    end: Seconds
+
+
+class Timeline:
+    """Resources and when each is free. With `keep`, `nodes` has all work in the order added."""
+
+    def __init__(self, *, keep: bool = False):
+        self._free: dict[Any, Seconds] = defaultdict(float)
+        self.nodes: list[Node] | None = [] if keep else None
+
+    def add(self, resource: Any, seconds: Seconds, after: Iterable[Seconds] = (), label: Any = None) -> Seconds:
+        """Queue work on `resource`; returns when it ends. `after`: ends of what it waits for."""
+        begin = self._free[resource]
+        for end in after:
+            begin = np.maximum(begin, end)
+        end = self._free[resource] = begin + seconds
+        if self.nodes is not None:
+            self.nodes.append(Node(resource, label, begin, end))
+        return end
+
+    def free(self, resource: Any) -> Seconds:
+        """When `resource` has done all its work."""
+        return self._free[resource]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model as the simulator sees it: equal layers."""
+
+    layers: int
+    parameters: float
+    step_seconds: float  # computing alone
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What a method sends, and when. Layers in no fragment are never sent; a fragment may be empty (the embedding)."""
+
+    fragments: tuple[tuple[int, ...], ...]
+    sync_every_steps: int  # H
+    overlap_steps: int = 0  # tau
+    bits_per_parameter: float = 16.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.overlap_steps < self.sync_every_steps:
+            raise ValueError(
+                f"overlap_steps = {self.overlap_steps} must be at least 0 and below sync_every_steps ="
+                f" {self.sync_every_steps}: a fragment is back before it is sent again"
+            )
+        layers = [layer for fragment in self.fragments for layer in fragment]
+        if len(set(layers)) != len(layers):
+            raise ValueError(f"fragments {self.fragments} share a layer")
+
+
+def data_parallel(layers: int, **kwargs: float) -> Exchange:
+    """Every layer's gradient, every step."""
+    return Exchange((tuple(range(layers)),), 1, **kwargs)
+
+
+def diloco(layers: int, sync_every_steps: int, **kwargs: float) -> Exchange:
+    """Every layer, every H steps."""
+    return Exchange((tuple(range(layers)),), sync_every_steps, **kwargs)
+
+
+def streaming(
+    layers: int, sync_every_steps: int, *, layers_per_fragment: int, pattern: Pattern = "strided", **kwargs: float
+) -> Exchange:
+    """Fragments of layers in turn. The embedding takes its turn too, but is no layer: its time is not counted."""
+    return Exchange((*layer_fragments(layers, layers_per_fragment, pattern), ()), sync_every_steps, **kwargs)
+
+
+def train_steps(
+    timeline: Timeline,
+    work: Workload,
+    exchange: Exchange,
+    steps: Iterable[int],
+    reduction: Seconds,
+) -> list[Seconds]:
+    """Put training steps (numbered from 1) on resources "compute" and "link"; returns when each step began.
+
+    `reduction`: seconds to reduce one layer. Labels are (kind, step, layer), kinds "forward", "activations",
+    "parameters" and "reduce".
+    """
+    schedule = Schedule(len(exchange.fragments), exchange.sync_every_steps)
+    node = work.step_seconds / (3 * work.layers - 1)
+    arriving: dict[int, tuple[int, Seconds]] = {}  # layer: the first step that waits, and for when
+    began = []
+    for step in steps:
+        for layer in range(work.layers):
+            waits = [arriving.pop(layer)[1]] if layer in arriving and arriving[layer][0] <= step else []
+            end = timeline.add("compute", node, waits, ("forward", step, layer))
+            if layer == 0:
+                began.append(end - node)
+        turn = {layer for p in schedule.turns(step) for layer in exchange.fragments[p]}
+        for layer in reversed(range(work.layers)):
+            if layer:
+                timeline.add("compute", node, (), ("activations", step, layer))
+            ready = timeline.add("compute", node, (), ("parameters", step, layer))
+            if layer in turn:
+                there = timeline.add("link", reduction, [ready], ("reduce", step, layer))
+                arriving[layer] = (step + 1 + exchange.overlap_steps, there)
+    return began
+
+
+def compute_utilisation(
+    work: Workload,
+    exchange: Exchange,
+    gbit_per_s: ArrayLike,
+    *,
+    replicas: int = 2,
+    latency_s: float = 0.0,
+    rounds: int = 2,
+) -> NDArray[np.float64]:
+    """Share of time spent computing once training has settled, for each bandwidth.
+
+    One round of H steps (at least 30) goes by first; what then takes `rounds` rounds is compared with their computing.
+    """
+    payload_bytes = work.parameters / work.layers * exchange.bits_per_parameter / 8
+    bits_per_second = np.asarray(gbit_per_s, dtype=np.float64) * 1e9
+    reduction = np.zeros_like(bits_per_second) + ring_seconds(payload_bytes, replicas, bits_per_second, latency_s)
+    length = exchange.sync_every_steps * -(-30 // exchange.sync_every_steps)
+    first = 2 * exchange.sync_every_steps
+    began = train_steps(Timeline(), work, exchange, range(first, first + (rounds + 1) * length + 1), reduction)
+    return rounds * length * work.step_seconds / (began[-1] - began[length])
+
+
+def bandwidth_needed(utilisation: NDArray[np.float64], gbit_per_s: NDArray[np.float64], level: float) -> float:
+    """The smallest of the bandwidths (ascending) at which `level` is reached; infinite where none does."""
+    reached = utilisation >= level
+    return float(gbit_per_s[np.argmax(reached)]) if reached.any() else float("inf")

@@ -1,0 +1,63 @@
+"""Streaming DiLoCo (Douillard et al., 2025, arXiv:2501.18512): what is exchanged together, and when.
+
+A model of L layers is cut into fragments of a few layers each, and the embedding makes one more (section 2.2;
+Figure 17). Fragment p takes its turn at the steps t with
+
+    (t - t_p) mod H = 0,  t >= H + t_p,  t_p = p floor(H / P)
+
+so each trains H steps before its first exchange. With two fragments and H = 100 the first is sent at 100, 200, ...,
+the second at 150, 250, ... (section 2.2); with 8, 16 and 36 fragments of layers and one of the embedding there is a
+turn every 11, 5 and 2 steps, as the paper's appendix has it. What was sent at t arrives at t + tau (Algorithm 2,
+lines 10 to 12).
+
+    symbol  name here                symbol  name here
+    H       `sync_every_steps`       P       `fragments`
+    t_p     `offset`                 tau     `overlap_steps`
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Pattern = Literal["sequential", "strided"]
+
+
+def layer_fragments(layers: int, layers_per_fragment: int, pattern: Pattern) -> tuple[tuple[int, ...], ...]:
+    """Layers of each fragment (Figure 2): neighbours, or every P-th.
+
+    A fragment holds at most `layers_per_fragment` layers; all layers are covered once.
+    """
+    if layers_per_fragment < 1 or layers < 1:
+        raise ValueError(f"{layers_per_fragment} layers a fragment of {layers} layers: both must be at least 1")
+    count = -(-layers // layers_per_fragment)
+    if pattern == "strided":
+        return tuple(tuple(range(p, layers, count)) for p in range(count))
+    return tuple(
+        tuple(range(p * layers_per_fragment, min(layers, (p + 1) * layers_per_fragment))) for p in range(count)
+    )
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Turns of P fragments in rounds of H steps; steps count from 1. Raises ValueError when P > H."""
+
+    fragments: int
+    sync_every_steps: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.fragments <= self.sync_every_steps:
+            raise ValueError(
+                f"{self.fragments} fragments cannot take turns in rounds of {self.sync_every_steps} steps:"
+                " there must be at least one, and a step for each"
+            )
+
+    def offset(self, fragment: int) -> int:
+        """t_p of a fragment, in steps."""
+        return fragment * (self.sync_every_steps // self.fragments)
+
+    def turns(self, step: int) -> list[int]:
+        """Fragments sent after `step`."""
+        h = self.sync_every_steps
+        past = [step - self.offset(p) for p in range(self.fragments)]
+        return [p for p, t in enumerate(past) if t >= h and t % h == 0]
