@@ -1,23 +1,48 @@
 """Encodings of what travels. A codec turns fp32 values into packed bytes and back.
 
-To add a codec, write a class with `encode` and `decode` here and enter it in `CODECS`;
-`method.codec` in params.yaml then accepts its name (list it in `config.MethodConfig.codec`).
+    fp32, fp16, bf16   the dtype itself
+    eXmY               a small float of 1 + X + Y bits: X exponent bits, Y mantissa bits (exmy, arXiv:2405.13938)
+    int8               multiples of a step, -127 to 127
+    topk               the largest magnitudes (a share `keep` of the values)
+    dropout            random values (FedDropout); the others become zero
+    dare               random values, scaled by 1 / keep (DARE), so that the sum is unbiased
+
+Small floats and int8 share a scale among each block of `BLOCK` values and are packed to the bit: E3M0 takes 4 bits a
+value and 8 bits a block. Every code is finite. NaN and infinities are refused by name, so a receiver never sees one.
+
+To add a codec, write a class with `encode`, `decode` and `nbytes` here, enter it in `make_codec`, and list its name in
+`config.CODECS`; `method.codec` in params.yaml then accepts it.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from lowcomm.config import CODECS, nearest
+
+#: Values that share a scale.
+BLOCK = 256
+#: Blocks encoded at a time, so that scratch stays in the processor's cache.
+_AT_ONCE = 512
+
 
 class Codec(Protocol):
-    """fp32 [n] -> uint8 [bytes] and back. `lossless`: decode(encode(x)) equals x bit for bit."""
+    """fp32 [n] -> uint8 [nbytes(n)] and back.
+
+    lossless: decode(encode(x)) equals x bit for bit.
+    block: shares that begin at multiples of it may be encoded one by one, with the same values; 0 where they may not.
+    """
 
     lossless: bool
+    block: int
 
-    def encode(self, x: Tensor) -> Tensor: ...
+    def encode(self, x: Tensor, seed: int = 0) -> Tensor:
+        """Packed bytes; `seed` decides random choices. Raises ValueError for NaN and infinities."""
+        ...
 
     def decode(self, packed: Tensor, numel: int) -> Tensor: ...
 
@@ -26,19 +51,29 @@ class Codec(Protocol):
         ...
 
 
+def _refuse_non_finite(x: Tensor, largest: Tensor) -> None:
+    """`largest`: the greatest magnitude of `x`, or a vector of such."""
+    if not torch.isfinite(largest).all():
+        at = int((~torch.isfinite(x)).nonzero()[0, 0])
+        raise ValueError(f"value {at} of {x.numel()} is {x[at].item()}; only finite values can be sent")
+
+
 class Cast:
     """Values cast to a floating dtype, rounded to nearest even. Infinities that the cast makes are refused."""
+
+    block = 1
 
     def __init__(self, dtype: torch.dtype):
         self.dtype = dtype
         self.lossless = dtype == torch.float32
 
-    def encode(self, x: Tensor) -> Tensor:
+    def encode(self, x: Tensor, seed: int = 0) -> Tensor:
         cast = x.to(self.dtype)
         if not cast.isfinite().all():
-            worst = x.abs().max().item()
+            _refuse_non_finite(x, x.abs())
             raise ValueError(
-                f"values up to {worst:g} do not fit {self.dtype} (largest {torch.finfo(self.dtype).max:g})"
+                f"values up to {x.abs().max().item():g} do not fit {self.dtype}"
+                f" (largest {torch.finfo(self.dtype).max:g})"
             )
         return cast.view(torch.uint8)
 
@@ -49,8 +84,266 @@ class Cast:
         return numel * self.dtype.itemsize
 
 
-CODECS: dict[str, Codec] = {
-    "fp32": Cast(torch.float32),
-    "fp16": Cast(torch.float16),
-    "bf16": Cast(torch.bfloat16),
-}
+class SmallFloat:
+    """Sign, `exponent` bits and `mantissa` bits, rounded to nearest (ties away from zero).
+
+    A block's largest magnitude, rounded to the mantissa, has the largest exponent, which travels as one byte
+    (biased by 127). Relative to it the codes are
+
+        code = 0 .. 2^Y - 1      code 2^(e_min - Y)                          subnormal, zero among them
+        code = 2^Y ..            (1 + fraction) 2^(e_min + exponent code - 1)
+
+    with e_min = 2 - 2^X, and the sign in the highest bit. So E3M0 holds 0 and 2^-6, ..., 2^-1, 1 of either sign.
+    """
+
+    lossless = False
+    block = BLOCK
+
+    def __init__(self, exponent: int, mantissa: int):
+        if not 2 <= exponent <= 5 or not 0 <= mantissa <= 7 - exponent:
+            raise ValueError(f"e{exponent}m{mantissa} needs 2 to 5 exponent bits and at most 8 bits in all")
+        self.mantissa, self.bits = mantissa, 1 + exponent + mantissa
+        self.e_min = 2 - 2**exponent
+        codes = torch.arange(2 ** (exponent + mantissa))
+        fraction, power = codes % 2**mantissa, codes >> mantissa
+        magnitudes = torch.where(
+            power == 0,
+            fraction * 2.0 ** (self.e_min - mantissa),
+            (1 + fraction / 2**mantissa) * 2.0 ** (self.e_min + power - 1),
+        )
+        #: Value of every code, relative to the block's scale.
+        self.values = torch.cat([magnitudes, -magnitudes])
+
+    def encode(self, x: Tensor, seed: int = 0) -> Tensor:
+        packed = torch.empty(self.nbytes(x.numel()), dtype=torch.uint8, device=x.device)
+        for values, scales, codes in _blocks(x, packed, self.bits):
+            self._encode(values, scales, codes)
+        scales = packed[: -(-x.numel() // BLOCK)]
+        if scales.numel() and scales.max() > 253:  # no scale to divide by: too large, infinite or NaN
+            _refuse_non_finite(x, x.abs())
+            raise ValueError(f"values up to {x.abs().max().item():g} are too large to scale")
+        return packed
+
+    def _encode(self, x: Tensor, scales: Tensor, packed: Tensor) -> None:
+        """x [blocks, size] -> scales [blocks], packed [blocks, size * bits / 8]."""
+        m = self.mantissa
+        half = 1 << (22 - m)  # of the last mantissa bit kept
+        y = x.abs()
+        top = ((y.amax(1).view(torch.int32) >> (22 - m)) + 1) >> (m + 1)  # biased exponent of the largest, rounded
+        scales.copy_(top.clamp_(1, 255))
+        y.mul_(((254 - top) << 23).view(torch.float32)[:, None])  # times 2^-exponent: below 2
+        # A float's bits count its values, so rounding is adding half and dropping bits. Below 2^e_min codes are
+        # evenly spaced: as the bits of y + 2^e_min are. Of the two counts the larger is right in either range.
+        offset = half - ((126 + self.e_min) << 23)
+        code = y.view(torch.int32) + offset
+        spaced = y.add_(2.0**self.e_min).view(torch.int32).add_(offset - (1 << 23))
+        code = torch.maximum(code, spaced, out=code).bitwise_right_shift_(23 - m).to(torch.uint8)
+        sign = torch.bitwise_right_shift(x.view(torch.int32), 32 - self.bits, out=spaced).to(torch.uint8)
+        _pack(code.bitwise_or_(sign.bitwise_and_(1 << (self.bits - 1))), packed, self.bits)
+
+    def decode(self, packed: Tensor, numel: int) -> Tensor:
+        x = torch.empty(numel, device=packed.device)
+        m, least = self.mantissa, 2.0**self.e_min
+        for out, scales, codes in _blocks(x, packed, self.bits):
+            code = _unpack(codes, out.shape[1], self.bits)
+            # As floats above: v where it is at least 2^e_min, else 2 v - 2^e_min, which is the smaller of the two.
+            v = (code & ((1 << (self.bits - 1)) - 1)).bitwise_left_shift_(23 - m).add_((126 + self.e_min) << 23)
+            v = v.view(torch.float32)
+            v = torch.minimum(v, v.mul(2).sub_(least), out=v)
+            v.copysign_(code.bitwise_left_shift_(32 - self.bits).view(torch.float32))
+            torch.mul(v, (scales.int() << 23).view(torch.float32)[:, None], out=out)
+        return x
+
+    def nbytes(self, numel: int) -> int:
+        return _blocks_nbytes(numel, self.bits)
+
+
+class Int8:
+    """Multiples -127 to 127 of a step; the step is the block's largest magnitude over 127, as fp32."""
+
+    lossless = False
+    block = BLOCK
+
+    def encode(self, x: Tensor, seed: int = 0) -> Tensor:
+        blocks = _padded(x)
+        largest = blocks.abs().amax(1)
+        _refuse_non_finite(x, largest)
+        step = largest / 127
+        codes = torch.round(blocks / step.clamp_min(torch.finfo(torch.float32).tiny)[:, None]).to(torch.int8)
+        return torch.cat([step.view(torch.uint8), codes.view(-1)[: x.numel()].view(torch.uint8)])
+
+    def decode(self, packed: Tensor, numel: int) -> Tensor:
+        count = -(-numel // BLOCK)
+        codes = _padded(packed[4 * count :].view(torch.int8).float())
+        return (codes * packed[: 4 * count].clone().view(torch.float32)[:, None]).view(-1)[:numel]
+
+    def nbytes(self, numel: int) -> int:
+        return 4 * -(-numel // BLOCK) + numel
+
+
+class TopK:
+    """The `keep` largest magnitudes as fp32, with their places: a bit for every value, or 4 bytes for each one kept."""
+
+    lossless = False
+    block = 0
+
+    def __init__(self, keep: float):
+        self.keep = keep
+
+    def encode(self, x: Tensor, seed: int = 0) -> Tensor:
+        _refuse_non_finite(x, x.abs())
+        order = torch.sort(x.abs(), descending=True, stable=True).indices
+        kept = order[: _kept(x.numel(), self.keep)].sort().values
+        if self._as_bits(x.numel()):
+            mask = torch.zeros(-(-x.numel() // 8) * 8, dtype=torch.uint8, device=x.device)
+            mask[kept] = 1
+            places = _pack_bits(mask[:, None])
+        else:
+            places = kept.to(torch.int32).view(torch.uint8)
+        return torch.cat([places, x[kept].view(torch.uint8)])
+
+    def decode(self, packed: Tensor, numel: int) -> Tensor:
+        size = self.nbytes(numel) - 4 * _kept(numel, self.keep)
+        if self._as_bits(numel):
+            kept = _unpack_bits(packed[:size], 1).view(-1)[:numel].nonzero()[:, 0]
+        else:
+            kept = packed[:size].clone().view(torch.int32).long()
+        x = torch.zeros(numel, device=packed.device)
+        x[kept] = packed[size:].clone().view(torch.float32)
+        return x
+
+    def _as_bits(self, numel: int) -> bool:
+        return -(-numel // 8) < 4 * _kept(numel, self.keep)
+
+    def nbytes(self, numel: int) -> int:
+        count = _kept(numel, self.keep)
+        return min(-(-numel // 8), 4 * count) + 4 * count
+
+
+class RandomKeep:
+    """Values at random places as fp32, times `scale`; only the seed of the places travels, in 8 bytes."""
+
+    lossless = False
+    block = 0
+
+    def __init__(self, keep: float, scale: float):
+        self.keep, self.scale = keep, scale
+
+    def _places(self, numel: int, seed: int, device: torch.device) -> Tensor:
+        order = torch.randperm(numel, generator=torch.Generator().manual_seed(seed))
+        return order[: _kept(numel, self.keep)].sort().values.to(device)
+
+    def encode(self, x: Tensor, seed: int = 0) -> Tensor:
+        _refuse_non_finite(x, x.abs())
+        kept = x[self._places(x.numel(), seed, x.device)] * self.scale
+        return torch.cat([torch.tensor([seed], device=x.device).view(torch.uint8), kept.view(torch.uint8)])
+
+    def decode(self, packed: Tensor, numel: int) -> Tensor:
+        x = torch.zeros(numel, device=packed.device)
+        seed = int(packed[:8].clone().view(torch.int64))
+        x[self._places(numel, seed, packed.device)] = packed[8:].clone().view(torch.float32)
+        return x
+
+    def nbytes(self, numel: int) -> int:
+        return 8 + 4 * _kept(numel, self.keep)
+
+
+def make_codec(name: str, keep: float = 1.0) -> Codec:
+    """The codec of a name in `config.CODECS`; `keep` is the share of values that sparse ones send."""
+    if name not in CODECS:
+        raise ValueError(f"no codec named {name!r}{nearest(name, CODECS)}")
+    if found := re.fullmatch(r"e(\d)m(\d)", name):
+        return SmallFloat(int(found[1]), int(found[2]))
+    return {
+        "fp32": lambda: Cast(torch.float32),
+        "fp16": lambda: Cast(torch.float16),
+        "bf16": lambda: Cast(torch.bfloat16),
+        "int8": Int8,
+        "topk": lambda: TopK(keep),
+        "dropout": lambda: RandomKeep(keep, 1.0),
+        "dare": lambda: RandomKeep(keep, 1 / keep),
+    }[name]()
+
+
+def _kept(numel: int, keep: float) -> int:
+    return min(numel, max(1, round(keep * numel)))
+
+
+# Blocks and bits
+
+
+def _padded(x: Tensor) -> Tensor:
+    """[n] as [blocks, BLOCK], the last one filled up with zeros."""
+    return torch.nn.functional.pad(x, (0, -x.numel() % BLOCK)).view(-1, BLOCK)
+
+
+def _packed_nbytes(size: int, bits: int) -> int:
+    """Bytes of `size` codes: two codes of 4 bits share a byte, eight of other widths share `bits` bytes."""
+    return size if bits == 8 else -(-size // 2) if bits == 4 else -(-size // 8) * bits
+
+
+def _blocks_nbytes(numel: int, bits: int) -> int:
+    full, rest = divmod(numel, BLOCK)
+    return full * (1 + _packed_nbytes(BLOCK, bits)) + (1 + _packed_nbytes(rest, bits) if rest else 0)
+
+
+def _blocks(x: Tensor, packed: Tensor, bits: int):
+    """Runs of blocks: (values [k, size], scales [k], codes [k, bytes]), views of `x` and `packed`.
+
+    In `packed` all scales come first, then all codes; the last block may be shorter.
+    """
+    full, rest = divmod(x.numel(), BLOCK)
+    scales, codes = packed[: full + (rest > 0)], packed[full + (rest > 0) :]
+    each = _packed_nbytes(BLOCK, bits)
+    for begin in range(0, full, _AT_ONCE):
+        end = min(full, begin + _AT_ONCE)
+        yield (
+            x[begin * BLOCK : end * BLOCK].view(-1, BLOCK),
+            scales[begin:end],
+            codes[begin * each : end * each].view(-1, each),
+        )
+    if rest:
+        yield x[full * BLOCK :].view(1, rest), scales[full:], codes[full * each :].view(1, -1)
+
+
+def _pack(codes: Tensor, out: Tensor, bits: int) -> None:
+    """codes [k, size] uint8 -> out [k, bytes]. Of 4-bit codes, a row's second half is the high nibbles."""
+    if bits == 8:
+        out.copy_(codes)
+    elif bits == 4:
+        low = codes[:, : out.shape[1]]
+        high = codes[:, out.shape[1] :]
+        torch.bitwise_left_shift(high, 4, out=out[:, : high.shape[1]])
+        out[:, high.shape[1] :] = 0
+        out.bitwise_or_(low)
+    else:
+        width = out.shape[1] // bits * 8
+        filled = torch.nn.functional.pad(codes, (0, width - codes.shape[1]))
+        shifts = torch.arange(bits, dtype=torch.uint8, device=codes.device)
+        out.copy_(_pack_bits((filled[..., None] >> shifts & 1).reshape(-1, 1)).view(out.shape))
+
+
+def _unpack(packed: Tensor, size: int, bits: int) -> Tensor:
+    """The inverse of `_pack`: codes [k, size] int32."""
+    if bits == 8:
+        return packed.int()
+    if bits == 4:
+        code = torch.empty(packed.shape[0], size, dtype=torch.int32, device=packed.device)
+        code[:, : packed.shape[1]] = packed & 15
+        code[:, packed.shape[1] :] = packed[:, : size // 2] >> 4
+        return code
+    ones = _unpack_bits(packed.reshape(-1), bits).view(packed.shape[0], -1, bits)
+    weights = 1 << torch.arange(bits, dtype=torch.uint8, device=packed.device)
+    return (ones * weights).sum(2, dtype=torch.int32)[:, :size].contiguous()
+
+
+def _pack_bits(ones: Tensor) -> Tensor:
+    """0 and 1 [8 n, 1] -> [n] bytes, the lowest bit first."""
+    weights = 1 << torch.arange(8, dtype=torch.uint8, device=ones.device)
+    return (ones.view(-1, 8) * weights).sum(1, dtype=torch.uint8)
+
+
+def _unpack_bits(packed: Tensor, bits: int) -> Tensor:
+    """[n] bytes -> 0 and 1 [8 n / bits, bits], the lowest bit first."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    return (packed[:, None] >> shifts & 1).view(-1, bits)

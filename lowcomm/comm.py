@@ -6,6 +6,7 @@ Training code is the same on every rank and is handed a World. Ranks form a grid
 own thread carries it out in order while the caller computes.
 
     mean, sum        every rank gets the reduction; the bytes of a ring, in rank order
+    encoded_mean     the same of values in a codec's encoding
     reduce_scatter   each rank gets the sum of its share
     exchange         each member of a group gives its tensor to every other
     send, recv       one tensor, one way
@@ -28,10 +29,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lowcomm.accounting import mean_bytes, shares
+from lowcomm.accounting import block_shares, encoded_mean_in_shares, mean_bytes, shares
 from lowcomm.axis import AxisState, Handle, Op
+from lowcomm.codecs import Codec
 from lowcomm.config import CommConfig, ConfigError
-from lowcomm.transport import ProcessTransport, ThreadHub, ThreadTransport, Transport
+from lowcomm.transport import CommError, ProcessTransport, ThreadHub, ThreadTransport, Transport
 from lowcomm.wire import Ledger, Link, RealClock, Trace, VirtualClock
 
 Axis = Literal["replica", "stage", "world"]
@@ -111,7 +113,7 @@ class World:
         state = self._axes[axis]
         self._check_summable(x)
         if state.size == 1:
-            return self._done(x)
+            return self.done(x)
         if state.group is not None:
             return state.submit(f"native {verb}", purpose, _like(x), lambda op: self._native(op, x, verb))
         flat = x.view(-1)
@@ -124,6 +126,44 @@ class World:
             return x
 
         return state.submit(verb, purpose, _like(x), body)
+
+    def encoded_mean_async(
+        self, x: Tensor, codec: Codec, *, purpose: str, seed: int = 0, axis: Axis = "replica"
+    ) -> Handle:
+        """Replace flat fp32 `x` by the mean of decode(encode(x)) over the axis; leave `x` alone until `wait()`.
+
+        Each value is encoded once, by its owner, and summed in fp32 in rank order. Encoded values are gathered, or
+        reduced in shares whose sums travel as fp32, whichever sends fewer bytes; the result is the same bit for bit.
+        """
+        state = self._axes[axis]
+        ranks = range(state.size)
+        if state.size == 1:
+            return self.done(x.copy_(codec.decode(codec.encode(x, seed), x.numel())))
+        to, source = _rotation(list(ranks), state.index)
+        in_shares = encoded_mean_in_shares(x.numel(), codec, state.size)
+        bounds = block_shares(x.numel(), codec.block, state.size) if in_shares else [(0, x.numel())] * state.size
+
+        def body(op: Op) -> Tensor:
+            own = x[slice(*bounds[state.index])]
+            if in_shares:
+                packed = [codec.encode(x[slice(*b)], seed) for b in bounds]
+            else:
+                packed = [codec.encode(x, seed)] * state.size
+            taken = op.swap([(i, packed[i]) for i in to], [(i, None) for i in source])
+            part_of = dict(zip(source, taken, strict=True)) | {state.index: packed[state.index]}
+            for i in ranks:
+                if part_of[i].numel() != codec.nbytes(own.numel()):
+                    raise CommError(f"rank {state.ranks[i]} sent {part_of[i].numel()} bytes for {own.numel()} values")
+            total = codec.decode(part_of[0], own.numel())
+            for i in ranks[1:]:
+                part = codec.decode(part_of[i], own.numel())
+                total = torch.add(total, part, out=part)
+            torch.div(total, state.size, out=own)
+            if in_shares:
+                op.swap([(i, own) for i in to], [(i, x[slice(*bounds[i])]) for i in source], agreed=True)
+            return x
+
+        return state.submit("encoded mean", purpose, _like(x), body)
 
     def reduce_scatter(self, x: Tensor, *, purpose: str, axis: Axis = "replica") -> Tensor:
         """The sum over the axis of this rank's share of flat `x` (`accounting.shares`). `x` is scratch after."""
@@ -176,7 +216,7 @@ class World:
         if state.index not in members or len(set(members)) != len(members):
             raise ValueError(f"group {members} must name each member once and hold this rank's index {state.index}")
         if len(members) == 1:
-            return self._done([x])
+            return self.done([x])
         to, source = _rotation(members, state.index)
 
         def body(op: Op) -> list[Tensor]:
@@ -272,7 +312,8 @@ class World:
         if not x.is_contiguous():
             raise ValueError(f"reductions work in place on contiguous tensors, got strides {x.stride()}")
 
-    def _done(self, value: Any) -> Handle:
+    def done(self, value: Any) -> Handle:
+        """A handle of something that needs no wait."""
         future: Future = Future()
         future.set_result(value)
         return Handle(self, future, None)

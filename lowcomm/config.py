@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import hashlib
+import json
 import math
 import types
 import typing
@@ -27,6 +28,15 @@ from lowcomm.model import PRESETS, ModelConfig
 ROOT = Path(__file__).resolve().parent.parent
 #: Everything heavy: corpora, shards, runs, executed notebooks. DVC tracks it, git ignores it.
 BUILD = ROOT / "build"
+
+
+_SPARSE = ("topk", "dropout", "dare")
+#: Names of `codecs.make_codec`: dtypes, small floats of up to 8 bits, and the sparse ones.
+CODECS = (
+    *("fp32", "fp16", "bf16", "int8"),
+    *(f"e{e}m{m}" for e in range(2, 6) for m in range(8 - e)),
+    *_SPARSE,
+)
 
 
 def source_digest() -> str:
@@ -100,10 +110,16 @@ class MethodConfig:
     exchange: Literal["gradients", "fsdp", "parameters"]
     sync_every_steps: int = 1  # H; only for exchange = parameters
     peers: Literal["all"] = "all"
-    codec: Literal["fp32", "fp16", "bf16"] = "fp32"
+    codec: Literal[CODECS] = "fp32"
+    codec_keep: float = 1.0  # topk, dropout, dare: share of the values that is sent
     outer: Literal["average", "nesterov", "heavy_ball"] = "average"
     outer_lr: float = 1.0
     outer_momentum: float = 0.0
+    fragments: Literal["whole", "sequential", "strided"] = "whole"
+    layers_per_fragment: int = 3
+    overlap_steps: tuple[int, ...] = (0,)  # tau: of all replicas, or one for each
+    mixing: float = 0.0  # alpha, weight of the replica's own parameters
+    close_last_round: bool = True  # exchange all once more at the end of the run
     offload_outer: bool = False  # outer state on the CPU
     record_cosine: bool = False  # also exchange outer gradients to log their cosine; billed as analysis
 
@@ -146,6 +162,8 @@ _LEAST: dict[str, float] = {
     "train.weight_decay": 0,
     "train.clip_norm": 0,
     "method.outer_momentum": 0,
+    "method.layers_per_fragment": 1,
+    "method.mixing": 0,
     "comm.link_mbit_per_s": 0,
     "comm.link_latency_ms": 0,
     "checkpoint.every_steps": 0,
@@ -158,9 +176,10 @@ _BELOW: dict[str, float] = {
     "train.beta1": 1,
     "train.beta2": 1,
     "method.outer_momentum": 1,
+    "method.mixing": 1,
     "data.validation_percent": 100,
 }
-_ABOVE: dict[str, float] = {"data.validation_percent": 0, "comm.timeout_s": 0}
+_ABOVE: dict[str, float] = {"data.validation_percent": 0, "comm.timeout_s": 0, "method.codec_keep": 0}
 
 
 def _check_bounds(section: str, values: Any) -> None:
@@ -211,6 +230,12 @@ class RunConfig:
                 f" outer_momentum 0 (got {m.codec}, {m.outer_lr}, {m.outer_momentum}); for differences at lr 1 use"
                 " outer = heavy_ball with outer_momentum 0"
             )
+        if m.exchange == "parameters":
+            self._check_overlap()
+        if m.codec_keep != 1.0 and m.codec not in _SPARSE:
+            raise ConfigError(f"method.codec_keep means nothing with codec {m.codec}: it sends all values")
+        if m.codec_keep > 1.0:
+            raise ConfigError(f"method.codec_keep = {m.codec_keep} is a share of the values: at most 1")
         if m.exchange != "parameters":
             default = MethodConfig(exchange=m.exchange)
             for f in dataclasses.fields(MethodConfig):
@@ -223,13 +248,35 @@ class RunConfig:
                 f"data.vocab_size = {self.data.vocab_size} and model.vocab_size = {self.model.vocab_size} must be equal"
             )
 
+    def _check_overlap(self) -> None:
+        m = self.method
+        if len(m.overlap_steps) not in (1, self.replicas):
+            raise ConfigError(
+                f"method.overlap_steps = {list(m.overlap_steps)} must hold one value, or one for each of"
+                f" {self.replicas} replicas"
+            )
+        for tau in m.overlap_steps:
+            if not 0 <= tau < m.sync_every_steps:
+                raise ConfigError(
+                    f"method.overlap_steps = {tau} must be at least 0 and below sync_every_steps ="
+                    f" {m.sync_every_steps}: a fragment is back before it is sent again"
+                )
+        if m.fragments != "whole":
+            count = -(-self.model.layers // m.layers_per_fragment) + 1
+            if count > m.sync_every_steps:
+                raise ConfigError(
+                    f"method.sync_every_steps = {m.sync_every_steps} is too short for {count} fragments (one is the"
+                    f" embedding's) of {m.layers_per_fragment} layers to take turns"
+                )
+
     @property
     def local_batch(self) -> int:
         """Sequences a replica trains on in one step."""
         return self.train.global_batch // self.replicas
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """As JSON would give it back."""
+        return json.loads(json.dumps(asdict(self)))
 
     def identity(self) -> dict[str, Any]:
         """The settings that decide the losses, as {"section.key": value}."""

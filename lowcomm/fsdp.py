@@ -78,8 +78,11 @@ class FullySharded:
             module.reshard()
         return whole
 
-    def buffers(self) -> dict[str, Tensor]:
+    def state(self) -> dict[str, Tensor]:
         return {}
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        """Nothing was kept."""
 
     def sent_bytes(self) -> dict[str, int]:
         return {}  # padding and prefetch are FSDP2's own; the ledger says what it sent

@@ -1,6 +1,6 @@
 """Peer rules: with whom a replica averages.
 
-To add a rule, write a class with `mean` and `sent_bytes` here and enter it in `PEERS`;
+To add a rule, write a class with `mean_async` and `sent_bytes` here and enter it in `PEERS`;
 `method.peers` in params.yaml then accepts its name (list it in `config.MethodConfig.peers`).
 """
 
@@ -10,7 +10,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from lowcomm.accounting import gather_bytes, mean_bytes
+from lowcomm.accounting import encoded_mean_bytes, mean_bytes
+from lowcomm.axis import Handle
 from lowcomm.codecs import Codec
 from lowcomm.comm import World
 
@@ -18,8 +19,8 @@ from lowcomm.comm import World
 class Peers(Protocol):
     """A rule for one exchange of a flat fp32 tensor."""
 
-    def mean(self, world: World, x: Tensor, codec: Codec, *, purpose: str) -> Tensor:
-        """The mean over this replica's peers; `x` [n] fp32 is scratch afterwards."""
+    def mean_async(self, world: World, x: Tensor, codec: Codec, *, purpose: str, seed: int) -> Handle:
+        """Replace `x` [n] fp32 by the mean over this replica's peers; `seed` is the codec's."""
         ...
 
     def sent_bytes(self, numel: int, codec: Codec, replicas: int, replica: int) -> int:
@@ -28,25 +29,17 @@ class Peers(Protocol):
 
 
 class AllReplicas:
-    """Everyone with everyone.
+    """Everyone with everyone."""
 
-    Lossless values are reduced in shares, 2 (R-1)/R of the payload a rank. Encoded ones are gathered and
-    summed in fp32 in rank order, (R-1) encoded payloads a rank, so that each is rounded once.
-    """
-
-    def mean(self, world: World, x: Tensor, codec: Codec, *, purpose: str) -> Tensor:
+    def mean_async(self, world: World, x: Tensor, codec: Codec, *, purpose: str, seed: int) -> Handle:
         if codec.lossless:
-            return world.mean(x, purpose=purpose)
-        packed = world.exchange(codec.encode(x), purpose=purpose)
-        total = codec.decode(packed[0], x.numel())
-        for part in packed[1:]:
-            total = total.add_(codec.decode(part, x.numel()))
-        return total.div_(world.replicas)
+            return world.mean_async(x, purpose=purpose)
+        return world.encoded_mean_async(x, codec, purpose=purpose, seed=seed)
 
     def sent_bytes(self, numel: int, codec: Codec, replicas: int, replica: int) -> int:
         if codec.lossless:
             return mean_bytes(numel, 4, replicas, replica)
-        return gather_bytes(codec.nbytes(numel), 1, replicas)
+        return encoded_mean_bytes(numel, codec, replicas, replica)
 
 
 PEERS: dict[str, Peers] = {"all": AllReplicas()}

@@ -38,6 +38,20 @@ def layer_fragments(layers: int, layers_per_fragment: int, pattern: Pattern) -> 
     )
 
 
+def parameter_fragments(names: list[str], fragments: str, layers_per_fragment: int) -> list[list[str]]:
+    """Parameter names of each fragment: "whole", or layers in a `Pattern` and, last, what belongs to no layer.
+
+    A parameter of layer i is named "blocks.i...."; the others are the embedding, the final norm and the head.
+    """
+    if fragments == "whole":
+        return [names]
+    layer_of = {n: int(n.split(".")[1]) for n in names if n.startswith("blocks.")}
+    groups = layer_fragments(max(layer_of.values()) + 1, layers_per_fragment, fragments)
+    return [[n for n in names if layer_of.get(n) in group] for group in groups] + [
+        [n for n in names if n not in layer_of]
+    ]
+
+
 @dataclass(frozen=True)
 class Schedule:
     """Turns of P fragments in rounds of H steps; steps count from 1. Raises ValueError when P > H."""
@@ -61,3 +75,7 @@ class Schedule:
         h = self.sync_every_steps
         past = [step - self.offset(p) for p in range(self.fragments)]
         return [p for p, t in enumerate(past) if t >= h and t % h == 0]
+
+    def turns_of(self, fragment: int, steps: int) -> int:
+        """Turns of a fragment in a run of `steps`."""
+        return max(0, steps - self.offset(fragment)) // self.sync_every_steps

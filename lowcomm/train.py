@@ -159,7 +159,7 @@ class Trainer:
         for name, p in self.model.named_parameters():
             for key, value in self.optimizer.state.get(p, {}).items():
                 named[f"inner/{name}/{key}"] = _local(value)
-        return named | {f"engine/{n}": b for n, b in self.engine.buffers().items()}
+        return named | {f"engine/{n}": b for n, b in self.engine.state().items()}
 
     @torch.no_grad()
     def load(self, tensors: dict[str, Tensor]) -> None:
@@ -176,8 +176,7 @@ class Trainer:
                     like = torch.zeros_like(p)
                     _local(like).copy_(value)
                     self.optimizer.state[p][key] = like
-        for name, buffer in self.engine.buffers().items():
-            buffer.copy_(tensors[f"engine/{name}"])
+        self.engine.load({k.removeprefix("engine/"): v for k, v in tensors.items() if k.startswith("engine/")})
 
 
 def train(

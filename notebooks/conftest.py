@@ -23,7 +23,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         out, times = (f(run, "smoke", config.seed) for f in (run_dir, times_dir))
         if (out / "summary.json").exists() and made_with(out) == source_digest():
             trained = json.loads((out / "summary.json").read_text())["run"]
-            if trained == json.loads(json.dumps(config.to_dict())):
+            if trained == config.to_dict():
                 continue
         run_threads(
             lambda w, c=config, d=data, o=out, t=times: train(c, w, d, o, t), replicas=config.replicas, comm=config.comm

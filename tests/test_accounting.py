@@ -58,7 +58,7 @@ def test_memory_is_what_is_allocated(outer: str, buffers: int, offload: bool, in
                 list(model.parameters()),
                 [p.grad for p in model.parameters()],
                 states,
-                list(engine.buffers().values()),
+                list(engine.state().values()),
             )
         )
 

@@ -1,12 +1,23 @@
-"""Streaming DiLoCo: fragments and turns."""
+"""Streaming DiLoCo: fragments, turns, overlap, mixing."""
 
 from __future__ import annotations
 
 import itertools
+import json
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
-from lowcomm.streaming import Schedule, layer_fragments
+from lowcomm.config import ConfigError
+from lowcomm.metrics import read_metrics
+from lowcomm.model import Decoder
+from lowcomm.streaming import Schedule, layer_fragments, parameter_fragments
+from lowcomm.train import Trainer
+from tests.conftest import command_line, small_run, train_in_threads
+from tests.harness import torchrun
 
 
 @pytest.mark.parametrize("pattern", ["sequential", "strided"])
@@ -40,3 +51,199 @@ def test_turns_are_those_that_the_paper_names() -> None:
 def test_more_fragments_than_steps_are_refused() -> None:
     with pytest.raises(ValueError, match="5 fragments cannot take turns in rounds of 4 steps"):
         Schedule(5, 4)
+
+
+@pytest.mark.parametrize("pattern", ["whole", "sequential", "strided"])
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_parameter_fragments_are_disjoint_and_cover_the_model(pattern: str, size: int) -> None:
+    names = [n for n, _ in Decoder(small_run(model={"layers": 5}).model).named_parameters()]
+    fragments = parameter_fragments(names, pattern, size)
+    assert sorted(itertools.chain(*fragments)) == sorted(names)
+    if pattern != "whole":
+        assert fragments[-1] == ["embedding.weight", "norm.weight", "head.weight"]
+        assert len(fragments) == -(-5 // size) + 1
+
+
+@pytest.mark.parametrize(("fragments", "h", "steps"), [(1, 4, 12), (1, 5, 12), (3, 4, 12), (3, 5, 23), (4, 4, 3)])
+def test_turns_are_counted(fragments: int, h: int, steps: int) -> None:
+    schedule = Schedule(fragments, h)
+    for p in range(fragments):
+        assert schedule.turns_of(p, steps) == sum(p in schedule.turns(t) for t in range(1, steps + 1))
+
+
+# Training
+
+STREAMING = {"fragments": "strided", "layers_per_fragment": 1, "sync_every_steps": 5, "close_last_round": False}
+FULL = STREAMING | {"overlap_steps": [2], "mixing": 0.5, "codec": "e3m0"}
+
+
+def _losses(out: Path, rank: int = 0) -> list[float]:
+    return [r["loss"] for r in read_metrics(out / "metrics" / f"rank-{rank:03d}.jsonl")]
+
+
+def _weights(out: Path) -> dict[str, torch.Tensor]:
+    return load_file(out / "model.safetensors")
+
+
+def test_fragments_of_one_round_closed_together_are_diloco_bit_for_bit(corpus: Path, tmp_path: Path) -> None:
+    """Up to the end of the first round no fragment has been exchanged; if all are exchanged there, it is DiLoCo."""
+    short = {"steps": 6}
+    divided = {"sync_every_steps": 6, "fragments": "sequential", "layers_per_fragment": 1}
+    train_in_threads(small_run("diloco_m2", train=short, method={"sync_every_steps": 6}), corpus, tmp_path / "diloco")
+    train_in_threads(small_run("diloco_m2", train=short, method=divided), corpus, tmp_path / "divided")
+    assert _losses(tmp_path / "diloco") == _losses(tmp_path / "divided")
+    ours, theirs = _weights(tmp_path / "divided"), _weights(tmp_path / "diloco")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[n], theirs[n]) for n in ours)
+
+
+def test_a_fragment_is_equal_on_all_replicas_from_its_turn_and_only_that(corpus: Path, tmp_path: Path) -> None:
+    config = small_run("diloco_m2", method=STREAMING)  # two layers and the embedding: turns at 5, 6, 7, 10, ...
+    seen: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
+
+    def keep(trainer: Trainer, row: dict) -> None:
+        seen[trainer.world.rank, row["step"]] = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
+
+    train_in_threads(config, corpus, tmp_path, on_row=keep)
+    for step in range(1, 13):
+        same = {n for n in seen[0, step] if torch.equal(seen[0, step][n], seen[1, step][n])}
+        turn = {5: "blocks.0.", 6: "blocks.1.", 7: "embedding", 10: "blocks.0.", 11: "blocks.1.", 12: "embedding"}
+        expected = {n for n in seen[0, step] if step in turn and n.startswith(turn[step])}
+        if step in (7, 12):
+            expected |= {"norm.weight", "head.weight"}
+        assert same == expected
+
+
+@pytest.mark.parametrize(("tau", "alpha"), [(0, 0.0), (2, 0.0), (2, 0.25), (0, 0.5)])
+def test_overlap_and_mixing_by_definition(tau: int, alpha: float, corpus: Path, tmp_path: Path) -> None:
+    """theta(t) <- alpha theta(t) + (1 - alpha) phi', phi' = phi - lr (Delta + mu b'), Delta taken tau steps before."""
+    h = 5
+    method = {"sync_every_steps": h, "overlap_steps": [tau], "mixing": alpha, "close_last_round": False}
+    before: dict[tuple[int, int], torch.Tensor] = {}
+    after: dict[tuple[int, int], torch.Tensor] = {}
+    outer: dict[int, torch.Tensor] = {}
+
+    def flat(trainer: Trainer) -> torch.Tensor:
+        return torch.cat([p.detach().reshape(-1) for p in trainer.model.parameters()])
+
+    inner = Trainer.step
+
+    def step(self: Trainer, number: int) -> dict[str, Any]:
+        engine_step = self.engine.after_step
+
+        def spy(n: int) -> dict[str, float]:
+            before[self.world.rank, n] = flat(self)
+            logged = engine_step(n)
+            after[self.world.rank, n] = flat(self)
+            outer[n] = self.engine.fragments[0].agreed.clone()
+            return logged
+
+        self.engine.after_step = spy
+        try:
+            return inner(self, number)
+        finally:
+            self.engine.after_step = engine_step
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "step", step)
+        config = small_run("diloco_m2", method=method)
+        train_in_threads(config, corpus, tmp_path)
+    m = config.method
+    phi = Decoder(config.model).initialise(config.seed)
+    phi = torch.cat([p.detach().reshape(-1) for p in phi.parameters()])
+    momentum = torch.zeros_like(phi)
+    for turn in (5, 10):
+        delta = phi - (before[0, turn] + before[1, turn]) / 2
+        momentum = m.outer_momentum * momentum + delta
+        phi = phi - m.outer_lr * (delta + m.outer_momentum * momentum)
+        assert torch.allclose(outer[turn + tau], phi, rtol=0, atol=1e-5)
+        for rank in (0, 1):
+            mixed = alpha * before[rank, turn + tau] + (1 - alpha) * phi
+            assert torch.allclose(after[rank, turn + tau], mixed, rtol=0, atol=1e-5)
+        phi = outer[turn + tau]
+    assert all(
+        torch.equal(before[r, n], after[r, n]) for r in (0, 1) for n in range(1, 13) if n not in (5 + tau, 10 + tau)
+    )
+
+
+def test_mixing_close_to_one_leaves_replicas_almost_alone(corpus: Path, tmp_path: Path) -> None:
+    alone = small_run("diloco_m2", method={"sync_every_steps": 5, "mixing": 0.999999})
+    together = small_run("diloco_m2", method={"sync_every_steps": 5})
+    never = small_run("diloco_m2", method={"sync_every_steps": 12})
+    for name, config in (("alone", alone), ("together", together), ("never", never)):
+        train_in_threads(config, corpus, tmp_path / name)
+    assert _losses(tmp_path / "alone") == pytest.approx(_losses(tmp_path / "never"), abs=1e-4)
+    assert _losses(tmp_path / "together") != pytest.approx(_losses(tmp_path / "never"), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "method", [FULL, STREAMING | {"overlap_steps": [1, 3]}, STREAMING | {"codec": "dare", "codec_keep": 0.5}]
+)
+def test_threads_and_processes_stream_alike(method: dict, corpus: Path, tmp_path: Path) -> None:
+    config = small_run("diloco_m2", method=method)
+    train_in_threads(config, corpus, tmp_path / "threads")
+    done = torchrun(2, *command_line(config, corpus, tmp_path / "processes"))
+    assert done.returncode == 0, done.stderr
+    for rank in (0, 1):
+        assert _losses(tmp_path / "threads", rank) == _losses(tmp_path / "processes", rank)
+    ours, theirs = _weights(tmp_path / "threads"), _weights(tmp_path / "processes")
+    assert all(torch.equal(ours[n], theirs[n]) for n in ours)
+
+
+class _Crash(RuntimeError):
+    pass
+
+
+@pytest.mark.parametrize("overlap", [[2], [1, 4]])
+@pytest.mark.parametrize("stop_at", range(5, 12))
+def test_resume_with_fragments_under_way(stop_at: int, overlap: list[int], corpus: Path, tmp_path: Path) -> None:
+    """A checkpoint after every step, so that some are written while a fragment travels."""
+    method = FULL | {"overlap_steps": overlap}
+    train_in_threads(small_run("diloco_m2", method=method), corpus, tmp_path / "plain")
+    config = small_run("diloco_m2", method=method, checkpoint={"every_steps": 1})
+
+    def crash(trainer: Trainer, row: dict) -> None:
+        if row["step"] == stop_at + 1:
+            raise _Crash
+
+    with pytest.raises((_Crash, RuntimeError)):
+        train_in_threads(config, corpus, tmp_path / "run", on_row=crash)
+    train_in_threads(config, corpus, tmp_path / "run")
+    for rank in (0, 1):
+        assert _losses(tmp_path / "run", rank) == _losses(tmp_path / "plain", rank)
+    assert (tmp_path / "run" / "model.safetensors").read_bytes() == (
+        tmp_path / "plain" / "model.safetensors"
+    ).read_bytes()
+    a, b = (json.loads((tmp_path / n / "summary.json").read_text()) for n in ("run", "plain"))
+    assert a["sent_bytes"] == b["sent_bytes"]
+
+
+def test_the_peak_of_a_step_falls_by_the_fragments_share(corpus: Path, tmp_path: Path) -> None:
+    """Closed form and ledger: no step sends more than the largest fragment, and E3M0 is 4 bits and a byte a block."""
+    config = small_run("diloco_m2", model={"layers": 4}, method=STREAMING | {"codec": "e3m0"}, train={"steps": 20})
+    summary = train_in_threads(config, corpus, tmp_path)
+    ((_, expected),) = summary["sent_bytes_closed_form"].items()
+    assert summary["sent_bytes"]["replica/outer"] == expected
+    names = {n: p.numel() for n, p in Decoder(config.model).named_parameters()}
+    sizes = [sum(names[n] for n in f) for f in parameter_fragments(list(names), "strided", 1)]
+    assert summary["peak_step_bytes"] == max(-(-s // 2) + -(-s // 256) for s in sizes)
+    turns = [Schedule(5, 5).turns_of(p, 20) for p in range(5)]
+    assert expected == sum(t * (-(-s // 2) + -(-s // 256)) for t, s in zip(turns, sizes, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ({"overlap_steps": [4]}, "method.overlap_steps = 4 must be at least 0 and below sync_every_steps = 4"),
+        ({"overlap_steps": [1, 1, 1]}, r"method.overlap_steps = \[1, 1, 1\] must hold one value, or one for each of 2"),
+        ({"mixing": 1.0}, "method.mixing must be below 1, got 1.0"),
+        ({"fragments": "strided", "layers_per_fragment": 1, "sync_every_steps": 2}, "too short for 3 fragments"),
+        ({"fragments": "stride"}, "method.fragments = 'stride' is not a valid choice; did you mean 'strided'"),
+        ({"codec_keep": 0.5}, "method.codec_keep means nothing with codec fp32"),
+        ({"codec": "topk", "codec_keep": 1.5}, "method.codec_keep = 1.5 is a share of the values: at most 1"),
+        ({"codec": "e3m5"}, "method.codec = 'e3m5' is not a valid choice"),
+    ],
+)
+def test_impossible_settings_are_refused(method: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        small_run("diloco_m2", method=method)

@@ -355,7 +355,7 @@ def test_the_saved_model_is_the_evaluated_one(reference: Path, corpus: Path) -> 
         data = TokenData(corpus, seq_len=t.seq_len, global_batch=t.global_batch, seed=0)
         trainer = Trainer(LONG, world, data)
         trainer.model.load_state_dict(weights, strict=True)
-        trainer.engine.buffers()["agreed"].copy_(torch.cat([p.flatten() for p in trainer.model.parameters()]).detach())
+        trainer.engine.state()["0/agreed"].copy_(torch.cat([p.flatten() for p in trainer.model.parameters()]).detach())
         return trainer.evaluate()
 
     assert run_threads(evaluate, replicas=2) == [summary["val_loss"]] * 2

@@ -1,0 +1,157 @@
+"""Codecs: every code, every size, nearest values, exact byte counts, refusals."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lowcomm.codecs import BLOCK, SmallFloat, make_codec
+from lowcomm.config import CODECS
+
+SPARSE = ("topk", "dropout", "dare")
+SMALL_FLOATS = [n for n in CODECS if n.startswith("e")]
+SIZES = (0, 1, 2, 7, 8, 255, 256, 257, 511, 1000, 256 * 256 + 3)
+
+
+def _values(numel: int, seed: int = 0) -> torch.Tensor:
+    """Of many magnitudes, zeros and both signs among them."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(numel, generator=generator) * torch.exp(3 * torch.randn(numel, generator=generator))
+    return x * (torch.rand(numel, generator=generator) > 0.05)
+
+
+def _codec(name: str):
+    return make_codec(name, 0.1 if name in SPARSE else 1.0)
+
+
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("numel", SIZES)
+def test_bytes_and_shapes_at_every_size(name: str, numel: int) -> None:
+    codec, x = _codec(name), _values(numel).clamp(-6e4, 6e4)
+    packed = codec.encode(x, seed=3)
+    assert packed.dtype == torch.uint8
+    assert packed.numel() == codec.nbytes(numel)
+    back = codec.decode(packed, numel)
+    assert back.shape == x.shape
+    assert back.dtype == torch.float32
+    assert torch.equal(back, x) or not codec.lossless
+    assert torch.equal(back, codec.decode(codec.encode(x, seed=3), numel))
+
+
+@pytest.mark.parametrize("name", SMALL_FLOATS)
+def test_a_small_float_takes_the_nearest_of_its_values(name: str) -> None:
+    """Against a search over all codes in float64; ties go away from zero."""
+    codec = make_codec(name)
+    assert isinstance(codec, SmallFloat)
+    x = _values(8 * BLOCK)
+    packed = codec.encode(x)
+    back = codec.decode(packed, x.numel()).view(-1, BLOCK).double()
+    for byte, block, got in zip(packed[:8].tolist(), x.view(-1, BLOCK).double(), back, strict=True):
+        scale = 2.0 ** (byte - 127)
+        ulp = 2.0**-codec.mantissa
+        assert 1 - ulp / 4 <= block.abs().max() / scale < 2 - ulp / 2  # rounds to [1, 2) with this mantissa
+        errors = (codec.values.double()[:, None] * scale - block).abs()
+        assert torch.equal((got - block).abs(), errors.min(0).values)
+        nearest = codec.values.double()[:, None].mul(scale).abs().where(errors == errors.min(0).values, 0)
+        assert torch.equal(got.abs(), nearest.max(0).values)  # of two, the one further from zero
+
+
+@pytest.mark.parametrize("name", SMALL_FLOATS)
+def test_every_code_is_used_and_comes_back(name: str) -> None:
+    codec = make_codec(name)
+    assert isinstance(codec, SmallFloat)
+    assert codec.values.numel() == 2**codec.bits
+    x = codec.values.repeat(-(-BLOCK // codec.values.numel()))[:BLOCK] * 2.0**-9
+    packed = codec.encode(x)
+    assert torch.equal(codec.decode(packed, BLOCK), x)
+    assert torch.equal(torch.signbit(codec.decode(packed, BLOCK)), torch.signbit(x))  # minus zero has a code too
+    if codec.bits == 8:
+        assert sorted(packed[1:].tolist()) == list(range(256))
+
+
+def test_e3m0_is_two_codes_a_byte_and_a_byte_a_block() -> None:
+    codec = make_codec("e3m0")
+    assert codec.values[:8].tolist() == [0, 2**-6, 2**-5, 2**-4, 2**-3, 2**-2, 2**-1, 1]
+    x = torch.zeros(BLOCK)
+    x[0], x[1], x[BLOCK // 2] = 4.0, -0.125, 1.0
+    packed = codec.encode(x)
+    assert packed.numel() == 1 + BLOCK // 2
+    assert packed[:3].tolist() == [127 + 2, 5 << 4 | 7, 2 | 8]
+    assert codec.nbytes(10**9) / 10**9 < 1.02 * 0.5
+
+
+def test_e3m0_by_hand() -> None:
+    """The largest decides the scale; half of the least value rounds up, less to zero, minus zero stays one."""
+    x = torch.tensor([1.0, 0.76, 0.74, 0.375, -0.3, 2.0**-6, 0.5 * 2.0**-6, -0.49 * 2.0**-6])
+    codec = make_codec("e3m0")
+    back = codec.decode(codec.encode(x), 8)
+    assert back.tolist() == [1.0, 1.0, 0.5, 0.5, -0.25, 2.0**-6, 2.0**-6, -0.0]
+    assert torch.signbit(back[-1])
+    up = torch.tensor([1.5, 0.75])  # nearer to 2 than to 1 by the rule for ties
+    assert codec.decode(codec.encode(up), 2).tolist() == [2.0, 1.0]
+
+
+@pytest.mark.parametrize("name", [n for n in CODECS if n not in SPARSE])
+def test_shares_at_block_boundaries_are_encoded_alike(name: str) -> None:
+    codec, x = make_codec(name), _values(5 * BLOCK + 17)
+    whole = codec.decode(codec.encode(x), x.numel())
+    at = 2 * BLOCK
+    parts = [codec.decode(codec.encode(p), p.numel()) for p in (x[:at], x[at:])]
+    assert torch.equal(torch.cat(parts), whole)
+
+
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite_is_refused_by_name(name: str, bad: float) -> None:
+    x = torch.zeros(600)
+    x[599] = bad
+    with pytest.raises(ValueError, match=rf"value 599 of 600 is {bad}|value \d+ of \d+ is {bad}"):
+        _codec(name).encode(x)
+
+
+def test_a_value_too_large_for_the_codec_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"values up to 70000 do not fit torch.float16 \(largest 65504\)"):
+        make_codec("fp16").encode(torch.tensor([1.0, -70000.0]))
+    with pytest.raises(ValueError, match="are too large to scale"):
+        make_codec("e3m0").encode(torch.tensor([3e38]))
+
+
+def test_zeros_and_the_least_floats_survive() -> None:
+    for name in SMALL_FLOATS:
+        codec = make_codec(name)
+        assert codec.decode(codec.encode(torch.zeros(300)), 300).abs().max() == 0
+        tiny = torch.full((300,), 1e-40)
+        assert codec.decode(codec.encode(tiny), 300).abs().max() <= 2.0**-126
+
+
+def test_int8_is_a_step_a_block() -> None:
+    codec = make_codec("int8")
+    x = torch.arange(-127, 128).float() * 0.5
+    assert torch.equal(codec.decode(codec.encode(x), x.numel()), x)
+
+
+def test_topk_keeps_the_largest_and_dropout_and_dare_what_the_seed_says() -> None:
+    x = _values(1000)
+    top = make_codec("topk", 0.1)
+    back = top.decode(top.encode(x), 1000)
+    assert (back != 0).sum() == 100
+    assert torch.equal(back[back != 0], x[back != 0])
+    assert x[back == 0].abs().max() <= back[back != 0].abs().min()
+    few = make_codec("topk", 0.01)  # so few that their indices are shorter than a bit for each value
+    assert few.nbytes(1000) == 8 * 10
+    assert torch.equal(few.decode(few.encode(x), 1000)[x.abs().argmax()], x[x.abs().argmax()])
+    ones = torch.ones(1000)
+    for name, value in (("dropout", 1.0), ("dare", 10.0)):
+        codec = make_codec(name, 0.1)
+        a, b, c = (codec.decode(codec.encode(ones, seed=s), 1000) for s in (1, 1, 2))
+        assert a.unique().tolist() == [0.0, value]
+        assert (a != 0).sum() == 100
+        assert torch.equal(a, b)
+        assert not torch.equal(a, c)
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(ValueError, match="no codec named 'e3m1x'; did you mean 'e3m1'"):
+        make_codec("e3m1x")
+    with pytest.raises(ValueError, match="e6m0 needs 2 to 5 exponent bits"):
+        SmallFloat(6, 0)
