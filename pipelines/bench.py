@@ -6,6 +6,8 @@
 2. The engine's share of a step without exchange.
 3. The seconds of an fp32 outer exchange over those of torch.distributed's all-reduce of the same tensor, like for
    like: `World.sum` over the bare all-reduce, `World.mean` over the all-reduce and a division.
+4. E3M0 to and from bytes, on one core: its speed as a share of a memory copy's, and the seconds of a plain PyTorch
+   expression of the same over its own.
 
 In 1 the two alternate in blocks inside one process, in 3 call by call inside the same ranks, so that a
 machine whose speed drifts slows both. Medians are quoted, with the quartiles.
@@ -20,11 +22,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from lowcomm.codecs import BLOCK as CODEC_BLOCK
+from lowcomm.codecs import SmallFloat
 from lowcomm.comm import run_threads, world_from_torchrun
 from lowcomm.config import ROOT, run_config
 from lowcomm.data import TokenData, prepared
@@ -148,6 +153,48 @@ def exchange_ranks() -> None:
     world.close()
 
 
+def _plain_encode(x: torch.Tensor, codec: SmallFloat) -> torch.Tensor:
+    """What `SmallFloat.encode` computes for whole blocks of 4-bit codes, as one would write it down."""
+    blocks = x.view(-1, CODEC_BLOCK)
+    exponent = torch.floor(torch.log2(blocks.abs().amax(1, keepdim=True) / 1.5)) + 1  # 1.5 rounds up to 2
+    magnitudes = codec.values[: codec.values.numel() // 2]
+    code = torch.bucketize(blocks.abs() / 2**exponent, (magnitudes[1:] + magnitudes[:-1]) / 2, right=True)
+    code = (code + 8 * torch.signbit(blocks)).to(torch.uint8)
+    packed = code[:, : CODEC_BLOCK // 2] | code[:, CODEC_BLOCK // 2 :] << 4
+    return torch.cat([(exponent[:, 0] + 127).to(torch.uint8), packed.view(-1)])
+
+
+def _plain_decode(packed: torch.Tensor, numel: int, codec: SmallFloat) -> torch.Tensor:
+    blocks = numel // CODEC_BLOCK
+    bytes_ = packed[blocks:].view(blocks, -1)
+    code = torch.cat([bytes_ & 15, bytes_ >> 4], dim=1)
+    return (codec.values[code.long()] * 2.0 ** (packed[:blocks].float() - 127)[:, None]).view(-1)
+
+
+def codec_speed(numel: int = 2**22, calls: int = 20) -> dict[str, tuple[list[float], list[float]]]:
+    """{"encode" or "decode": (share of a copy's speed, plain seconds over ours)}, a value a call."""
+    codec = SmallFloat(3, 0)
+    x, there = torch.randn(numel), torch.empty(numel)
+    packed = codec.encode(x)
+    assert torch.equal(_plain_encode(x, codec), packed)
+    assert torch.equal(_plain_decode(packed, numel, codec), codec.decode(packed, numel))
+    pairs = {
+        "encode": (lambda: codec.encode(x), lambda: _plain_encode(x, codec)),
+        "decode": (lambda: codec.decode(packed, numel), lambda: _plain_decode(packed, numel, codec)),
+    }
+
+    def seconds(call: Callable[[], object]) -> float:
+        begin = time.perf_counter()
+        call()
+        return time.perf_counter() - begin
+
+    found = {}
+    for name, (ours, plain) in pairs.items():
+        rows = [(seconds(ours), seconds(lambda: there.copy_(x)), seconds(plain)) for _ in range(calls + 2)][2:]
+        found[name] = [copy / own for own, copy, _ in rows], [other / own for own, _, other in rows]
+    return found
+
+
 def main() -> int:
     """Run all benchmarks and print a table."""
     if "RANK" in os.environ:
@@ -158,6 +205,9 @@ def main() -> int:
     print("| benchmark | ratio: median (quartiles) | asked for |\n|---|---|---|")
     print(f"| trainer tokens/s over a bare loop's | {quartiles(ratios)} | at least 0.97 |")
     print(f"| engine's share of a step without exchange, % | {quartiles([100 * s for s in shares])} | at most 0.5 |")
+    for name, (share, faster) in codec_speed().items():
+        print(f"| E3M0 {name} over a memory copy of the fp32 values, speed | {quartiles(share)} | at least 0.25 |")
+        print(f"| plain PyTorch's seconds over ours, E3M0 {name} | {quartiles(faster)} | at least 3 |")
     for ranks in RANKS:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}

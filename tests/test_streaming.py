@@ -11,11 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from lowcomm.comm import World, run_threads
 from lowcomm.config import ConfigError
 from lowcomm.metrics import read_metrics
 from lowcomm.model import Decoder
 from lowcomm.streaming import Schedule, layer_fragments, parameter_fragments
-from lowcomm.train import Trainer
+from lowcomm.train import Trainer, train
+from lowcomm.transport import CommError
 from tests.conftest import command_line, small_run, train_in_threads
 from tests.harness import torchrun
 
@@ -247,3 +249,25 @@ def test_the_peak_of_a_step_falls_by_the_fragments_share(corpus: Path, tmp_path:
 def test_impossible_settings_are_refused(method: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         small_run("diloco_m2", method=method)
+
+
+def test_a_replica_that_diverges_is_named_on_every_rank(corpus: Path, tmp_path: Path) -> None:
+    config = small_run("diloco_m2", method=STREAMING | {"codec": "e3m0"})
+    told: dict[int, str] = {}
+
+    def diverge(trainer: Trainer, row: dict) -> None:
+        if row["step"] == 4 and trainer.world.rank == 1:
+            with torch.no_grad():
+                trainer.model.blocks[0].mlp.up.weight[0, 0] = float("nan")
+
+    def work(world: World) -> None:
+        try:
+            train(config, world, corpus, tmp_path / "run", on_row=diverge)
+        except CommError as error:
+            told[world.rank] = str(error)
+            raise
+
+    with pytest.raises(CommError):
+        run_threads(work, replicas=2)
+    assert sorted(told) == [0, 1]
+    assert all("rank 1" in t and "is nan; only finite values can be sent" in t for t in told.values())
