@@ -72,10 +72,18 @@ class Workload:
     parameters: float
     step_seconds: float  # computing alone
 
+    def __post_init__(self) -> None:
+        if self.layers < 1 or self.step_seconds <= 0 or self.parameters < 0:
+            raise ValueError(f"{self} needs a layer, a positive step_seconds and no negative parameters")
+
 
 @dataclass(frozen=True)
 class Exchange:
-    """What a method sends, and when. Layers in no fragment are never sent; a fragment may be empty (the embedding)."""
+    """What a method sends, and when. Layers in no fragment are never sent; a fragment may be empty (the embedding).
+
+    `bits_per_parameter` is what a ring moves of each parameter, in both of its phases. For two replicas that is also
+    what they send when encoded values are gathered; for more, gathering sends more than a ring.
+    """
 
     fragments: tuple[tuple[int, ...], ...]
     sync_every_steps: int  # H
@@ -123,6 +131,8 @@ def train_steps(
     "parameters" and "reduce".
     """
     schedule = Schedule(len(exchange.fragments), exchange.sync_every_steps)
+    if (last := max((max(f, default=0) for f in exchange.fragments), default=0)) >= work.layers:
+        raise ValueError(f"a fragment holds layer {last}, the model has {work.layers}")
     node = work.step_seconds / (3 * work.layers - 1)
     arriving: dict[int, tuple[int, Seconds]] = {}  # layer: the first step that waits, and for when
     began = []
@@ -157,6 +167,8 @@ def compute_utilisation(
     One round of H steps (at least 30) goes by first; what then takes `rounds` rounds is compared with their computing.
     """
     payload_bytes = work.parameters / work.layers * exchange.bits_per_parameter / 8
+    if replicas < 1:
+        raise ValueError(f"replicas must be at least 1, got {replicas}")
     bits_per_second = np.asarray(gbit_per_s, dtype=np.float64) * 1e9
     reduction = np.zeros_like(bits_per_second) + ring_seconds(payload_bytes, replicas, bits_per_second, latency_s)
     length = exchange.sync_every_steps * -(-30 // exchange.sync_every_steps)

@@ -100,12 +100,20 @@ def test_shares_at_block_boundaries_are_encoded_alike(name: str) -> None:
     assert torch.equal(torch.cat(parts), whole)
 
 
+@pytest.mark.parametrize("name", [n for n in CODECS if make_codec(n, 0.1).block])
+@pytest.mark.parametrize("numel", [n for n in SIZES if n])
+def test_a_short_last_block_is_one_filled_up_with_zeros(name: str, numel: int) -> None:
+    codec, x = make_codec(name), _values(numel).clamp(-6e4, 6e4)
+    filled = torch.nn.functional.pad(x, (0, -numel % BLOCK))
+    assert torch.equal(codec.decode(codec.encode(x), numel), codec.decode(codec.encode(filled), filled.numel())[:numel])
+
+
 @pytest.mark.parametrize("name", CODECS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_what_is_not_finite_is_refused_by_name(name: str, bad: float) -> None:
     x = torch.zeros(600)
     x[599] = bad
-    with pytest.raises(ValueError, match=rf"value 599 of 600 is {bad}|value \d+ of \d+ is {bad}"):
+    with pytest.raises(ValueError, match=f"value 599 of 600 is {bad}"):
         _codec(name).encode(x)
 
 

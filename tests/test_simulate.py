@@ -118,6 +118,15 @@ def test_impossible_exchanges_are_refused(arguments: dict[str, Any], message: st
         Exchange(**arguments)
 
 
+def test_impossible_workloads_are_refused() -> None:
+    with pytest.raises(ValueError, match="needs a layer, a positive step_seconds"):
+        Workload(0, 1e9, 0.1)
+    with pytest.raises(ValueError, match="a fragment holds layer 23, the model has 12"):
+        compute_utilisation(Workload(12, 1e9, 0.1), data_parallel(24), 1.0)
+    with pytest.raises(ValueError, match="replicas must be at least 1, got 0"):
+        compute_utilisation(Workload(12, 1e9, 0.1), data_parallel(12), 1.0, replicas=0)
+
+
 # Streaming DiLoCo's Table 4
 
 GRID = np.logspace(-1, 3, 50)

@@ -196,12 +196,20 @@ class _Crash(RuntimeError):
     pass
 
 
-@pytest.mark.parametrize("overlap", [[2], [1, 4]])
+@pytest.fixture(scope="module", params=[[2], [1, 4]], ids=str)
+def uninterrupted(request: pytest.FixtureRequest, corpus: Path, tmp_path_factory: pytest.TempPathFactory):
+    """(method, folder) of a run with fragments under way most of the time."""
+    method, out = FULL | {"overlap_steps": request.param}, tmp_path_factory.mktemp("streaming") / "plain"
+    train_in_threads(small_run("diloco_m2", method=method), corpus, out)
+    return method, out
+
+
 @pytest.mark.parametrize("stop_at", range(5, 12))
-def test_resume_with_fragments_under_way(stop_at: int, overlap: list[int], corpus: Path, tmp_path: Path) -> None:
+def test_resume_with_fragments_under_way(
+    stop_at: int, uninterrupted: tuple[dict, Path], corpus: Path, tmp_path: Path
+) -> None:
     """A checkpoint after every step, so that some are written while a fragment travels."""
-    method = FULL | {"overlap_steps": overlap}
-    train_in_threads(small_run("diloco_m2", method=method), corpus, tmp_path / "plain")
+    method, plain = uninterrupted
     config = small_run("diloco_m2", method=method, checkpoint={"every_steps": 1})
 
     def crash(trainer: Trainer, row: dict) -> None:
@@ -212,11 +220,9 @@ def test_resume_with_fragments_under_way(stop_at: int, overlap: list[int], corpu
         train_in_threads(config, corpus, tmp_path / "run", on_row=crash)
     train_in_threads(config, corpus, tmp_path / "run")
     for rank in (0, 1):
-        assert _losses(tmp_path / "run", rank) == _losses(tmp_path / "plain", rank)
-    assert (tmp_path / "run" / "model.safetensors").read_bytes() == (
-        tmp_path / "plain" / "model.safetensors"
-    ).read_bytes()
-    a, b = (json.loads((tmp_path / n / "summary.json").read_text()) for n in ("run", "plain"))
+        assert _losses(tmp_path / "run", rank) == _losses(plain, rank)
+    assert (tmp_path / "run" / "model.safetensors").read_bytes() == (plain / "model.safetensors").read_bytes()
+    a, b = (json.loads((folder / "summary.json").read_text()) for folder in (tmp_path / "run", plain))
     assert a["sent_bytes"] == b["sent_bytes"]
 
 
