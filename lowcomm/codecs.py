@@ -8,7 +8,7 @@
     dare               random values, scaled by 1 / keep (DARE), so that the sum is unbiased
 
 Small floats and int8 share a scale among each block of `BLOCK` values and are packed to the bit: E3M0 takes 4 bits a
-value and 8 bits a block. Every code is finite. NaN and infinities are refused by name, so a receiver never sees one.
+value and 8 bits a block. Every code is finite; NaN and infinities are refused by name.
 
 To add a codec, write a class with `encode`, `decode` and `nbytes` here, enter it in `make_codec`, and list its name in
 `config.CODECS`; `method.codec` in params.yaml then accepts it.
@@ -51,8 +51,8 @@ class Codec(Protocol):
         ...
 
 
-def _refuse_non_finite(x: Tensor, largest: Tensor) -> None:
-    """`largest`: the greatest magnitude of `x`, or a vector of such."""
+def refuse_non_finite(x: Tensor, largest: Tensor) -> None:
+    """Raise ValueError for NaN and infinities; `largest`: the greatest magnitude of `x` [n], or a vector of such."""
     if not torch.isfinite(largest).all():
         at = int((~torch.isfinite(x)).nonzero()[0, 0])
         raise ValueError(f"value {at} of {x.numel()} is {x[at].item()}; only finite values can be sent")
@@ -70,7 +70,7 @@ class Cast:
     def encode(self, x: Tensor, seed: int = 0) -> Tensor:
         cast = x.to(self.dtype)
         if not cast.isfinite().all():
-            _refuse_non_finite(x, x.abs())
+            refuse_non_finite(x, x.abs())
             raise ValueError(
                 f"values up to {x.abs().max().item():g} do not fit {self.dtype}"
                 f" (largest {torch.finfo(self.dtype).max:g})"
@@ -85,7 +85,7 @@ class Cast:
 
 
 class SmallFloat:
-    """Sign, `exponent` bits and `mantissa` bits, rounded to nearest (ties away from zero).
+    """Sign, `exponent` bits and `mantissa` bits, rounded to nearest: ties away from zero, once in fp32.
 
     A block's largest magnitude, rounded to the mantissa, has the largest exponent, which travels as one byte
     (biased by 127). Relative to it the codes are
@@ -120,7 +120,7 @@ class SmallFloat:
             self._encode(values, scales, codes)
         scales = packed[: -(-x.numel() // BLOCK)]
         if scales.numel() and scales.max() > 253:  # no scale to divide by: too large, infinite or NaN
-            _refuse_non_finite(x, x.abs())
+            refuse_non_finite(x, x.abs())
             raise ValueError(f"values up to {x.abs().max().item():g} are too large to scale")
         return packed
 
@@ -167,9 +167,9 @@ class Int8:
     def encode(self, x: Tensor, seed: int = 0) -> Tensor:
         blocks = _padded(x)
         largest = blocks.abs().amax(1)
-        _refuse_non_finite(x, largest)
+        refuse_non_finite(x, largest)
         step = largest / 127
-        codes = torch.round(blocks / step.clamp_min(torch.finfo(torch.float32).tiny)[:, None]).to(torch.int8)
+        codes = torch.round(blocks / step.where(step > 0, 1.0)[:, None]).clamp_(-127, 127).to(torch.int8)
         return torch.cat([step.view(torch.uint8), codes.view(-1)[: x.numel()].view(torch.uint8)])
 
     def decode(self, packed: Tensor, numel: int) -> Tensor:
@@ -191,7 +191,7 @@ class TopK:
         self.keep = keep
 
     def encode(self, x: Tensor, seed: int = 0) -> Tensor:
-        _refuse_non_finite(x, x.abs())
+        refuse_non_finite(x, x.abs())
         order = torch.sort(x.abs(), descending=True, stable=True).indices
         kept = order[: _kept(x.numel(), self.keep)].sort().values
         if self._as_bits(x.numel()):
@@ -234,7 +234,7 @@ class RandomKeep:
         return order[: _kept(numel, self.keep)].sort().values.to(device)
 
     def encode(self, x: Tensor, seed: int = 0) -> Tensor:
-        _refuse_non_finite(x, x.abs())
+        refuse_non_finite(x, x.abs())
         kept = x[self._places(x.numel(), seed, x.device)] * self.scale
         return torch.cat([torch.tensor([seed], device=x.device).view(torch.uint8), kept.view(torch.uint8)])
 

@@ -161,6 +161,7 @@ _LEAST: dict[str, float] = {
     "train.eps": 0,
     "train.weight_decay": 0,
     "train.clip_norm": 0,
+    "method.outer_lr": 0,
     "method.outer_momentum": 0,
     "method.layers_per_fragment": 1,
     "method.mixing": 0,
@@ -261,13 +262,23 @@ class RunConfig:
                     f"method.overlap_steps = {tau} must be at least 0 and below sync_every_steps ="
                     f" {m.sync_every_steps}: a fragment is back before it is sent again"
                 )
-        if m.fragments != "whole":
+        count = 1
+        if m.fragments == "whole":
+            if m.layers_per_fragment != MethodConfig.layers_per_fragment:
+                raise ConfigError("method.layers_per_fragment means nothing with method.fragments = whole")
+        else:
             count = -(-self.model.layers // m.layers_per_fragment) + 1
             if count > m.sync_every_steps:
                 raise ConfigError(
                     f"method.sync_every_steps = {m.sync_every_steps} is too short for {count} fragments (one is the"
                     f" embedding's) of {m.layers_per_fragment} layers to take turns"
                 )
+        first = m.sync_every_steps + (count - 1) * (m.sync_every_steps // count)
+        if not m.close_last_round and first > self.train.steps:
+            raise ConfigError(
+                f"train.steps = {self.train.steps} end before the last of {count} fragments has its first turn, at step"
+                f" {first}: it would be evaluated as it was initialised"
+            )
 
     @property
     def local_batch(self) -> int:

@@ -1,7 +1,7 @@
 """The engine: how replicas come to agree. DiLoCo, plain averaging and data-parallel training.
 
 DiLoCo (Douillard et al., 2023, arXiv:2311.08105; Algorithm 1 of Streaming DiLoCo). Replica m trains
-theta_m for H inner steps from the parameters phi last agreed, then
+theta_m for H inner steps; phi are the parameters last agreed. Then
 
     Delta_m = phi - theta_m                 outer gradient (note the sign)
     Delta   = mean_m Delta_m                what travels
@@ -189,8 +189,8 @@ class LocalUpdates:
     with `close_last_round`, every fragment is then exchanged once more, so that no inner step is lost.
     """
 
-    def __init__(self, model: nn.Module, world: World, method: MethodConfig, train: TrainConfig):
-        self.world, self.method, self.steps = world, method, train.steps
+    def __init__(self, model: nn.Module, world: World, method: MethodConfig, train: TrainConfig, *, seed: int = 0):
+        self.world, self.method, self.steps, self.seed = world, method, train.steps, seed
         self.peers, self.codec = PEERS[method.peers], make_codec(method.codec, method.codec_keep)
         named = dict(model.named_parameters())
         groups = parameter_fragments(list(named), method.fragments, method.layers_per_fragment)
@@ -226,7 +226,8 @@ class LocalUpdates:
             deltas = self.world.exchange(agreed - theta, purpose="analysis")
             logged["cosine" if len(self.fragments) == 1 else f"cosine_{index}"] = pairwise_cosine(deltas)
         sent = theta if fragment.outer is None else torch.sub(agreed, theta, out=theta)
-        seed = (step * len(self.fragments) + index) * self.world.replicas + self.world.replica
+        turn = (step * len(self.fragments) + index) * self.world.replicas + self.world.replica
+        seed = self.seed << 40 | turn  # of the codec's random choices: others at each turn of each replica
         fragment.under_way = self.peers.mean_async(self.world, sent, self.codec, purpose="outer", seed=seed)
         fragment.due = step + self.overlap
 
@@ -246,7 +247,11 @@ class LocalUpdates:
 
     @contextlib.contextmanager
     def evaluated(self) -> Iterator[None]:
-        """The outer parameters (Streaming DiLoCo, Table 3), whatever the replica holds in between."""
+        """The outer parameters (Streaming DiLoCo, Table 3), whatever the replica holds in between.
+
+        Where replicas have different tau, one may apply a fragment's mean before another does: until then, each shows
+        its own, and a loss over the windows of all is the mean of both.
+        """
         inner = [flatten(f.parameters) for f in self.fragments]
         for fragment in self.fragments:
             unflatten_into(fragment.agreed, fragment.parameters)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lowcomm.accounting import encoded_mean_bytes, mean_bytes
 from lowcomm.axis import Handle
-from lowcomm.codecs import Codec
+from lowcomm.codecs import Codec, refuse_non_finite
 from lowcomm.comm import World
 
 
@@ -20,7 +20,7 @@ class Peers(Protocol):
     """A rule for one exchange of a flat fp32 tensor."""
 
     def mean_async(self, world: World, x: Tensor, codec: Codec, *, purpose: str, seed: int) -> Handle:
-        """Replace `x` [n] fp32 by the mean over this replica's peers; `seed` is the codec's."""
+        """Replace `x` [n] fp32 by the mean over this replica's peers; `seed` is the codec's. NaN is refused."""
         ...
 
     def sent_bytes(self, numel: int, codec: Codec, replicas: int, replica: int) -> int:
@@ -33,6 +33,7 @@ class AllReplicas:
 
     def mean_async(self, world: World, x: Tensor, codec: Codec, *, purpose: str, seed: int) -> Handle:
         if codec.lossless:
+            refuse_non_finite(x, x.abs().max())
             return world.mean_async(x, purpose=purpose)
         return world.encoded_mean_async(x, codec, purpose=purpose, seed=seed)
 

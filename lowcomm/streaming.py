@@ -1,14 +1,19 @@
 """Streaming DiLoCo (Douillard et al., 2025, arXiv:2501.18512): what is exchanged together, and when.
 
-A model of L layers is cut into fragments of a few layers each, and the embedding makes one more (section 2.2;
-Figure 17). Fragment p takes its turn at the steps t with
+A model of L layers is cut into fragments of a few layers each (section 2.2), and what belongs to no layer makes one
+more (inferred: Figure 17 names an embedding fragment). Fragment p takes its turn at the steps t with
 
     (t - t_p) mod H = 0,  t >= H + t_p,  t_p = p floor(H / P)
 
 so each trains H steps before its first exchange. With two fragments and H = 100 the first is sent at 100, 200, ...,
-the second at 150, 250, ... (section 2.2); with 8, 16 and 36 fragments of layers and one of the embedding there is a
-turn every 11, 5 and 2 steps, as the paper's appendix has it. What was sent at t arrives at t + tau (Algorithm 2,
-lines 10 to 12).
+the second at 150, 250, ... (section 2.2). The spacing is inferred from the appendix: with 8, 16 and 36 fragments of
+layers, and one of the embedding, it gives the turns every 11, 5 and 2 steps that are printed there. What was sent at t
+is applied at t + tau (Algorithm 2, lines 10 to 12).
+
+Algorithm 2 prints the outer gradient as theta_m(t - H) - theta_m(t) and applies it to theta_m(t - tau - H), both of
+replica m. With overlap or mixing these differ between replicas, and their outer parameters would drift apart; section
+2.3 speaks of the previously synchronised fragment. So both are the copy last agreed here (inferred; with tau = 0 and
+alpha = 0 the two readings are one).
 
     symbol  name here                symbol  name here
     H       `sync_every_steps`       P       `fragments`

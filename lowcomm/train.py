@@ -73,8 +73,9 @@ def make_engine(model: Decoder, world: World, config: RunConfig) -> Engine:
         from lowcomm.fsdp import FullySharded  # imports torch's distributed tensors, a second or so
 
         return FullySharded(model, world, config.method, config.train)
-    kind = DataParallel if config.method.exchange == "gradients" else LocalUpdates
-    return kind(model, world, config.method, config.train)
+    if config.method.exchange == "gradients":
+        return DataParallel(model, world, config.method, config.train)
+    return LocalUpdates(model, world, config.method, config.train, seed=config.seed)
 
 
 def _local(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Run one case on both transports: as threads here, or as processes under torchrun.
+"""Run one case on both transports: as threads here, or as processes.
 
 A case is a function `case(world, folder) -> JSON` in `tests/cases.py`.
 """
@@ -11,6 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+from torch.distributed import TCPStore
 
 from lowcomm.comm import run_threads, world_from_torchrun
 from lowcomm.config import ROOT, CommConfig
@@ -43,11 +45,34 @@ def clean_environment(**more: str) -> dict[str, str]:
 
 
 def as_processes(case: str, replicas: int, folder: Path, *, stages: int = 1, **comm: Any) -> list[Any]:
-    """As `as_threads`, under torchrun; a failing rank raises with the output."""
-    done = torchrun(replicas * stages, "tests.harness", case, str(replicas), str(stages), str(folder), json.dumps(comm))
-    if done.returncode:
-        raise RuntimeError(done.stdout + done.stderr)
-    return [json.loads((folder / f"{case}-{r}.json").read_text()) for r in range(replicas * stages)]
+    """As `as_threads`, in processes; if one fails, all that they wrote is raised.
+
+    Nobody ends the others when one fails, as torchrun would, so each has the time to say what it noticed.
+    """
+    ranks = replicas * stages
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    count = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    words = [sys.executable, "-m", "tests.harness", case, str(replicas), str(stages), str(folder), json.dumps(comm)]
+    started = [
+        subprocess.Popen(
+            words,
+            env=clean_environment(RANK=str(rank), LOCAL_RANK=str(rank), **count, **meeting),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        said = "".join(p.communicate(timeout=240)[0] for p in started)
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    if any(p.returncode for p in started):
+        raise RuntimeError(said)
+    return [json.loads((folder / f"{case}-{r}.json").read_text()) for r in range(ranks)]
 
 
 if __name__ == "__main__":

@@ -134,6 +134,8 @@ def test_zeros_and_the_least_floats_survive() -> None:
 
 def test_int8_is_a_step_a_block() -> None:
     codec = make_codec("int8")
+    small = torch.tensor([1e-37, 5e-38, 0.0])
+    assert torch.allclose(codec.decode(codec.encode(small), 3), small, rtol=0.01, atol=0)
     x = torch.arange(-127, 128).float() * 0.5
     assert torch.equal(codec.decode(codec.encode(x), x.numel()), x)
 

@@ -248,6 +248,12 @@ def test_the_peak_of_a_step_falls_by_the_fragments_share(corpus: Path, tmp_path:
         ({"fragments": "strided", "layers_per_fragment": 1, "sync_every_steps": 2}, "too short for 3 fragments"),
         ({"fragments": "stride"}, "method.fragments = 'stride' is not a valid choice; did you mean 'strided'"),
         ({"codec_keep": 0.5}, "method.codec_keep means nothing with codec fp32"),
+        ({"layers_per_fragment": 2}, "method.layers_per_fragment means nothing with method.fragments = whole"),
+        ({"outer_lr": -0.1}, "method.outer_lr must be at least 0"),
+        (
+            {"fragments": "strided", "layers_per_fragment": 1, "sync_every_steps": 9, "close_last_round": False},
+            "train.steps = 12 end before the last of 3 fragments has its first turn, at step 15",
+        ),
         ({"codec": "topk", "codec_keep": 1.5}, "method.codec_keep = 1.5 is a share of the values: at most 1"),
         ({"codec": "e3m5"}, "method.codec = 'e3m5' is not a valid choice"),
     ],
@@ -257,8 +263,9 @@ def test_impossible_settings_are_refused(method: dict, message: str) -> None:
         small_run("diloco_m2", method=method)
 
 
-def test_a_replica_that_diverges_is_named_on_every_rank(corpus: Path, tmp_path: Path) -> None:
-    config = small_run("diloco_m2", method=STREAMING | {"codec": "e3m0"})
+@pytest.mark.parametrize("codec", ["e3m0", "fp32"])
+def test_a_replica_that_diverges_is_named_on_every_rank(codec: str, corpus: Path, tmp_path: Path) -> None:
+    config = small_run("diloco_m2", method=STREAMING | {"codec": codec})
     told: dict[int, str] = {}
 
     def diverge(trainer: Trainer, row: dict) -> None:
@@ -269,11 +276,11 @@ def test_a_replica_that_diverges_is_named_on_every_rank(corpus: Path, tmp_path: 
     def work(world: World) -> None:
         try:
             train(config, world, corpus, tmp_path / "run", on_row=diverge)
-        except CommError as error:
-            told[world.rank] = str(error)
+        except (CommError, ValueError) as error:
+            told[world.rank] = f"rank {world.rank}: {error}"
             raise
 
-    with pytest.raises(CommError):
+    with pytest.raises((CommError, ValueError)):
         run_threads(work, replicas=2)
     assert sorted(told) == [0, 1]
     assert all("rank 1" in t and "is nan; only finite values can be sent" in t for t in told.values())
