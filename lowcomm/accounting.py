@@ -141,17 +141,20 @@ class MemoryCount:
     gradients: int
     optimizer: int
     outer: int  # the copy last agreed and the outer momentum
-    outer_on_cpu: int  # the part of `outer` kept off the accelerator
+    outer_on_device: int  # the most of `outer` that is on the accelerator at a time
 
     @property
     def on_device(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.outer - self.outer_on_cpu
+        return self.weights + self.gradients + self.optimizer + self.outer_on_device
 
 
-def memory(numel: int, *, inner: str, outer_buffers: int, offload: bool) -> MemoryCount:
+def memory(numel: int, *, inner: str, outer_buffers: int, fetched: int | None = None) -> MemoryCount:
     """Memory of one replica in fp32: `numel` parameters, 0, 1 or 2 outer buffers of the same size.
 
-    AdamW keeps two moments a parameter, SGD none (its step counters are not counted).
+    AdamW keeps two moments a parameter, SGD none (its step counters are not counted). `fetched`: values of the largest
+    fragment, where outer state is kept off the accelerator and fetched for a fragment's turn (Streaming DiLoCo,
+    section 2.5); its turns must not coincide with another's.
     """
     outer = 4 * numel * outer_buffers
-    return MemoryCount(4 * numel, 4 * numel, 8 * numel if inner == "adamw" else 0, outer, outer if offload else 0)
+    on_device = outer if fetched is None else 4 * fetched * outer_buffers
+    return MemoryCount(4 * numel, 4 * numel, 8 * numel if inner == "adamw" else 0, outer, on_device)

@@ -38,11 +38,19 @@ class Handle:
         value = self._future.result()
         if self._op is not None and self._op.left is not None:
             torch.cuda.current_stream(self._world.device).wait_event(self._op.left)
+            _used_here(value)
         if self._op is not None:
             clock.settle(entered, self._op.finished)
             self._op.record(entered, clock.now())
             self._op = None
         return value
+
+
+def _used_here(value: Any) -> None:
+    """Tell the allocator that the current stream uses GPU tensors that another one made."""
+    for x in value if isinstance(value, list | tuple) else [value]:
+        if isinstance(x, Tensor) and x.is_cuda:
+            x.record_stream(torch.cuda.current_stream(x.device))
 
 
 class Op:
@@ -87,6 +95,7 @@ class Op:
         `agreed`: an earlier swap of this verb has compared headers with the same ranks, so none need travel,
         unless to tell a link's clock when the sender began. `buffered`, `consume`: see `Transport.swap`.
         """
+        _used_here([x for _, x in (*out, *into)])
         axis, link, ranks = self.axis, self.axis.link, self.axis.ranks
         timed = link != Link() or self.world.clock.is_virtual  # else senders' clocks are none of our business
         bare = agreed and not timed
@@ -171,6 +180,7 @@ class AxisState:
     def _work(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+            torch.cuda.set_stream(torch.cuda.Stream(self.device))  # so that computing goes on while this one waits
         while (task := self._tasks.get()) is not None:
             task()
             del task  # and with it the tensors of the verb

@@ -17,6 +17,7 @@ To add a codec, write a class with `encode`, `decode` and `nbytes` here, enter i
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
@@ -27,7 +28,7 @@ from lowcomm.config import CODECS, nearest
 #: Values that share a scale.
 BLOCK = 256
 #: Blocks encoded at a time, so that scratch stays in the processor's cache.
-_AT_ONCE = 512
+_AT_ONCE = 1024
 
 
 class Codec(Protocol):
@@ -88,7 +89,7 @@ class SmallFloat:
     """Sign, `exponent` bits and `mantissa` bits, rounded to nearest: ties away from zero, once in fp32.
 
     A block's largest magnitude, rounded to the mantissa, has the largest exponent, which travels as one byte
-    (biased by 127). Relative to it the codes are
+    (biased by 127, and so large that every code is zero or a normal float). Relative to it the codes are
 
         code = 0 .. 2^Y - 1      code 2^(e_min - Y)                          subnormal, zero among them
         code = 2^Y ..            (1 + fraction) 2^(e_min + exponent code - 1)
@@ -104,6 +105,7 @@ class SmallFloat:
             raise ValueError(f"e{exponent}m{mantissa} needs 2 to 5 exponent bits and at most 8 bits in all")
         self.mantissa, self.bits = mantissa, 1 + exponent + mantissa
         self.e_min = 2 - 2**exponent
+        self.least_scale = 2 - self.e_min + mantissa
         codes = torch.arange(2 ** (exponent + mantissa))
         fraction, power = codes % 2**mantissa, codes >> mantissa
         magnitudes = torch.where(
@@ -116,21 +118,22 @@ class SmallFloat:
 
     def encode(self, x: Tensor, seed: int = 0) -> Tensor:
         packed = torch.empty(self.nbytes(x.numel()), dtype=torch.uint8, device=x.device)
+        scratch = _Scratch(x.device)
         for values, scales, codes in _blocks(x, packed, self.bits):
-            self._encode(values, scales, codes)
+            self._encode(values, scales, codes, scratch)
         scales = packed[: -(-x.numel() // BLOCK)]
         if scales.numel() and scales.max() > 253:  # no scale to divide by: too large, infinite or NaN
             refuse_non_finite(x, x.abs())
             raise ValueError(f"values up to {x.abs().max().item():g} are too large to scale")
         return packed
 
-    def _encode(self, x: Tensor, scales: Tensor, packed: Tensor) -> None:
+    def _encode(self, x: Tensor, scales: Tensor, packed: Tensor, scratch: _Scratch) -> None:
         """x [blocks, size] -> scales [blocks], packed [blocks, size * bits / 8]."""
         m = self.mantissa
         half = 1 << (22 - m)  # of the last mantissa bit kept
         y = x.abs()
         top = ((y.amax(1).view(torch.int32) >> (22 - m)) + 1) >> (m + 1)  # biased exponent of the largest, rounded
-        scales.copy_(top.clamp_(1, 255))
+        scales.copy_(top.clamp_(self.least_scale, 255))
         y.mul_(((254 - top) << 23).view(torch.float32)[:, None])  # times 2^-exponent: below 2
         # A float's bits count its values, so rounding is adding half and dropping bits. Below 2^e_min codes are
         # evenly spaced: as the bits of y + 2^e_min are. Of the two counts the larger is right in either range.
@@ -143,19 +146,60 @@ class SmallFloat:
 
     def decode(self, packed: Tensor, numel: int) -> Tensor:
         x = torch.empty(numel, device=packed.device)
-        m, least = self.mantissa, 2.0**self.e_min
-        for out, scales, codes in _blocks(x, packed, self.bits):
-            code = _unpack(codes, out.shape[1], self.bits)
-            # As floats above: v where it is at least 2^e_min, else 2 v - 2^e_min, which is the smaller of the two.
-            v = (code & ((1 << (self.bits - 1)) - 1)).bitwise_left_shift_(23 - m).add_((126 + self.e_min) << 23)
-            v = v.view(torch.float32)
-            v = torch.minimum(v, v.mul(2).sub_(least), out=v)
-            v.copysign_(code.bitwise_left_shift_(32 - self.bits).view(torch.float32))
-            torch.mul(v, (scales.int() << 23).view(torch.float32)[:, None], out=out)
+        scratch = _Scratch(packed.device)
+        for values, scales, codes in _blocks(x, packed, self.bits):
+            self._decode(scales, codes, values, scratch)
+            values.mul_((scales.int() << 23).view(torch.float32)[:, None])
         return x
+
+    def _decode(self, scales: Tensor, packed: Tensor, x: Tensor, scratch: _Scratch) -> None:
+        """packed [blocks, size * bits / 8] -> x [blocks, size], relative to the scales."""
+        m, least = self.mantissa, 2.0**self.e_min
+        code = _unpack(packed, x.shape[1], self.bits).int()
+        # As floats above: v where it is at least 2^e_min, else 2 v - 2^e_min, which is the smaller of the two.
+        v = (code & ((1 << (self.bits - 1)) - 1)).bitwise_left_shift_(23 - m).add_((126 + self.e_min) << 23)
+        v = v.view(torch.float32)
+        torch.minimum(v, v.mul(2).sub_(least), out=x)
+        x.copysign_(code.bitwise_left_shift_(32 - self.bits).view(torch.float32))
 
     def nbytes(self, numel: int) -> int:
         return _blocks_nbytes(numel, self.bits)
+
+
+class PowerOfTwo(SmallFloat):
+    """A small float without mantissa, E3M0 above all: the same codes in less time, in integers of 16 and 8 bits."""
+
+    def __init__(self, exponent: int):
+        super().__init__(exponent, 0)
+
+    def _encode(self, x: Tensor, scales: Tensor, packed: Tensor, scratch: _Scratch) -> None:
+        whole = scratch.like(x, torch.int32, 0)
+        high, q = scratch.like(x, torch.int16, 0), scratch.like(x, torch.int16, 1)
+        code, steps = scratch.like(x, torch.uint8, 0), scratch.like(x, torch.uint8, 1)
+        # q: twice the exponent, plus whether the mantissa is at least half. Rounded exponent: (q + 1) / 2.
+        high.copy_(torch.bitwise_right_shift(x.view(torch.int32), 22, out=whole))
+        torch.bitwise_and(high, 0x1FF, out=q)
+        top = q.amax(1).add_(1).bitwise_right_shift_(1).clamp_(self.least_scale, 255)
+        scales.copy_(top)
+        # Half steps above the least code's lower bound, 2^(e_min - 1): 0 rounds to code 0, 1 to 3 to code 1, then
+        # 4 and 5 to code 2 and so on.
+        q.sub_(top.add_(self.e_min).mul_(2).sub_(3)[:, None]).clamp_(min=0)
+        steps.copy_(q)
+        torch.bitwise_right_shift(steps, 1, out=code)
+        torch.maximum(code, steps.clamp_(max=1), out=code)
+        sign = steps.copy_(high.bitwise_right_shift_(10 - self.bits)).bitwise_and_(1 << (self.bits - 1))
+        _pack(code.bitwise_or_(sign), packed, self.bits)
+
+    def _decode(self, scales: Tensor, packed: Tensor, x: Tensor, scratch: _Scratch) -> None:
+        high, sign = scratch.like(x, torch.int16, 0), scratch.like(x, torch.int16, 1)
+        code = _unpack(packed, x.shape[1], self.bits, scratch.like(x, torch.uint8, 0))
+        power, exponent = scratch.like(x, torch.uint8, 1), scratch.like(x, torch.uint8, 2)
+        torch.bitwise_and(code, (1 << (self.bits - 1)) - 1, out=power)
+        torch.clamp(power, max=1, out=exponent).mul_(126 + self.e_min).add_(power)
+        # Sign and exponent are the high half of the float, which is a bfloat16.
+        high.copy_(exponent).bitwise_left_shift_(7)
+        sign.copy_(code.bitwise_and_(1 << (self.bits - 1))).bitwise_left_shift_(16 - self.bits)
+        x.copy_(high.bitwise_or_(sign).view(torch.bfloat16))
 
 
 class Int8:
@@ -165,17 +209,22 @@ class Int8:
     block = BLOCK
 
     def encode(self, x: Tensor, seed: int = 0) -> Tensor:
-        blocks = _padded(x)
-        largest = blocks.abs().amax(1)
-        refuse_non_finite(x, largest)
-        step = largest / 127
-        codes = torch.round(blocks / step.where(step > 0, 1.0)[:, None]).clamp_(-127, 127).to(torch.int8)
-        return torch.cat([step.view(torch.uint8), codes.view(-1)[: x.numel()].view(torch.uint8)])
+        packed = torch.empty(self.nbytes(x.numel()), dtype=torch.uint8, device=x.device)
+        scratch = _Scratch(x.device)
+        for values, step, codes in _blocks(x, packed, 8, torch.float32):
+            y = torch.abs(values, out=scratch.like(values, torch.float32))
+            torch.div(y.amax(1), 127, out=step)
+            torch.div(values, step.where(step > 0, 1.0)[:, None], out=y)
+            codes.view(torch.int8).copy_(y.round_().clamp_(-127, 127))
+        steps = packed[: 4 * -(-x.numel() // BLOCK)].view(torch.float32)
+        refuse_non_finite(x, steps)
+        return packed
 
     def decode(self, packed: Tensor, numel: int) -> Tensor:
-        count = -(-numel // BLOCK)
-        codes = _padded(packed[4 * count :].view(torch.int8).float())
-        return (codes * packed[: 4 * count].clone().view(torch.float32)[:, None]).view(-1)[:numel]
+        x = torch.empty(numel, device=packed.device)
+        for values, step, codes in _blocks(x, packed, 8, torch.float32):
+            values.copy_(codes.view(torch.int8)).mul_(step[:, None])
+        return x
 
     def nbytes(self, numel: int) -> int:
         return 4 * -(-numel // BLOCK) + numel
@@ -253,7 +302,8 @@ def make_codec(name: str, keep: float = 1.0) -> Codec:
     if name not in CODECS:
         raise ValueError(f"no codec named {name!r}{nearest(name, CODECS)}")
     if found := re.fullmatch(r"e(\d)m(\d)", name):
-        return SmallFloat(int(found[1]), int(found[2]))
+        exponent, mantissa = int(found[1]), int(found[2])
+        return SmallFloat(exponent, mantissa) if mantissa else PowerOfTwo(exponent)
     return {
         "fp32": lambda: Cast(torch.float32),
         "fp16": lambda: Cast(torch.float16),
@@ -272,9 +322,19 @@ def _kept(numel: int, keep: float) -> int:
 # Blocks and bits
 
 
-def _padded(x: Tensor) -> Tensor:
-    """[n] as [blocks, BLOCK], the last one filled up with zeros."""
-    return torch.nn.functional.pad(x, (0, -x.numel() % BLOCK)).view(-1, BLOCK)
+class _Scratch:
+    """Tensors to compute in, made once for many runs of blocks: making them anew costs as much as computing."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._made: dict[tuple, Tensor] = {}
+
+    def like(self, x: Tensor, dtype: torch.dtype, number: int = 0) -> Tensor:
+        """The tensor of a `number`, in the shape of `x`; what it holds is left over from before."""
+        key = x.shape, dtype, number
+        if key not in self._made:
+            self._made[key] = torch.empty(x.shape, dtype=dtype, device=self.device)
+        return self._made[key]
 
 
 def _packed_nbytes(size: int, bits: int) -> int:
@@ -287,16 +347,20 @@ def _blocks_nbytes(numel: int, bits: int) -> int:
     return full * (1 + _packed_nbytes(BLOCK, bits)) + (1 + _packed_nbytes(rest, bits) if rest else 0)
 
 
-def _blocks(x: Tensor, packed: Tensor, bits: int):
+def _blocks(
+    x: Tensor, packed: Tensor, bits: int, scale: torch.dtype = torch.uint8
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Runs of blocks: (values [k, size], scales [k], codes [k, bytes]), views of `x` and `packed`.
 
     In `packed` all scales come first, then all codes; the last block may be shorter.
     """
     full, rest = divmod(x.numel(), BLOCK)
-    scales, codes = packed[: full + (rest > 0)], packed[full + (rest > 0) :]
+    head = (full + (rest > 0)) * scale.itemsize
+    scales, codes = packed[:head].view(scale), packed[head:]
     each = _packed_nbytes(BLOCK, bits)
-    for begin in range(0, full, _AT_ONCE):
-        end = min(full, begin + _AT_ONCE)
+    at_once = _AT_ONCE if x.device.type == "cpu" else max(1, full)
+    for begin in range(0, full, at_once):
+        end = min(full, begin + at_once)
         yield (
             x[begin * BLOCK : end * BLOCK].view(-1, BLOCK),
             scales[begin:end],
@@ -313,7 +377,7 @@ def _pack(codes: Tensor, out: Tensor, bits: int) -> None:
     elif bits == 4:
         low = codes[:, : out.shape[1]]
         high = codes[:, out.shape[1] :]
-        torch.bitwise_left_shift(high, 4, out=out[:, : high.shape[1]])
+        torch.mul(high, 16, out=out[:, : high.shape[1]])
         out[:, high.shape[1] :] = 0
         out.bitwise_or_(low)
     else:
@@ -323,18 +387,19 @@ def _pack(codes: Tensor, out: Tensor, bits: int) -> None:
         out.copy_(_pack_bits((filled[..., None] >> shifts & 1).reshape(-1, 1)).view(out.shape))
 
 
-def _unpack(packed: Tensor, size: int, bits: int) -> Tensor:
-    """The inverse of `_pack`: codes [k, size] int32."""
+def _unpack(packed: Tensor, size: int, bits: int, out: Tensor | None = None) -> Tensor:
+    """The inverse of `_pack`: codes [k, size] uint8, in `out` where given."""
+    code = torch.empty(packed.shape[0], size, dtype=torch.uint8, device=packed.device) if out is None else out
     if bits == 8:
-        return packed.int()
-    if bits == 4:
-        code = torch.empty(packed.shape[0], size, dtype=torch.int32, device=packed.device)
-        code[:, : packed.shape[1]] = packed & 15
-        code[:, packed.shape[1] :] = packed[:, : size // 2] >> 4
-        return code
-    ones = _unpack_bits(packed.reshape(-1), bits).view(packed.shape[0], -1, bits)
-    weights = 1 << torch.arange(bits, dtype=torch.uint8, device=packed.device)
-    return (ones * weights).sum(2, dtype=torch.int32)[:, :size].contiguous()
+        code.copy_(packed)
+    elif bits == 4:
+        torch.bitwise_and(packed, 15, out=code[:, : packed.shape[1]])
+        torch.bitwise_right_shift(packed[:, : size // 2], 4, out=code[:, packed.shape[1] :])
+    else:
+        ones = _unpack_bits(packed.reshape(-1), bits).view(packed.shape[0], -1, bits)
+        weights = 1 << torch.arange(bits, dtype=torch.uint8, device=packed.device)
+        code.copy_((ones * weights).sum(2, dtype=torch.uint8)[:, :size])
+    return code
 
 
 def _pack_bits(ones: Tensor) -> Tensor:

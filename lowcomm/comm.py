@@ -295,11 +295,15 @@ class World:
         return self.recv_async(source, purpose=purpose, axis=axis, like=like).wait()
 
     def close(self) -> None:
-        """Finish what is under way and let go of the transport."""
+        """`leave`, and let go of the transport."""
+        self.leave()
+        self.transport.close()
+
+    def leave(self) -> None:
+        """Finish what is under way. The transport is free for another World."""
         if self.size > 1:
             self.barrier()
         self.stop()
-        self.transport.close()
 
     def stop(self) -> None:
         """End this rank's wires: after an abort, when there is nobody left to wait for."""
@@ -396,8 +400,13 @@ def run_threads(
     return results
 
 
-def world_from_torchrun(*, replicas: int, stages: int = 1, comm: CommConfig | None = None) -> World:
-    """The World of this torchrun process: on its own GPU with NCCL, else on the shared GPU or the CPU."""
+def world_from_torchrun(
+    *, replicas: int, stages: int = 1, comm: CommConfig | None = None, transport: ProcessTransport | None = None
+) -> World:
+    """The World of this torchrun process: on its own GPU with NCCL, else on the shared GPU or the CPU.
+
+    `transport`: of an earlier World that has left it.
+    """
     comm = comm or CommConfig()
     shared_clock = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
     if (comm.link_mbit_per_s or comm.link_latency_ms) and comm.clock == "real" and not shared_clock:
@@ -406,6 +415,6 @@ def world_from_torchrun(*, replicas: int, stages: int = 1, comm: CommConfig | No
             " use comm.clock = virtual, or no link"
         )
     torch.set_num_threads(1)
-    transport = ProcessTransport(comm.backend, comm.timeout_s)
+    transport = transport or ProcessTransport(comm.backend, comm.timeout_s)
     device = torch.device("cuda", torch.cuda.current_device()) if transport.uses_nccl else default_device()
     return World(transport, replicas=replicas, stages=stages, comm=comm, device=device)

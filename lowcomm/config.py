@@ -1,10 +1,7 @@
-"""Configuration: `params.yaml` to typed, checked, frozen dataclasses.
+"""Configuration: typed, frozen dataclasses, and the rules that their values keep.
 
-`params.yaml` holds four dictionaries. `scales.<scale>` gives every number a run needs,
-`methods.<method>` names a combination of the independent choices, `runs.<run>` names a method,
-a replica count and seeds, and may override any section; `corpora.<corpus>` says where text comes from.
-Numbers are coerced by declared type (PyYAML reads 1e-4 as a string) and an unknown key is an
-error that names the nearest valid one.
+Numbers are coerced by declared type (PyYAML reads 1e-4 as a string) and an unknown key is an error that names the
+nearest valid one. `params` makes them from `params.yaml`.
 """
 
 from __future__ import annotations
@@ -20,9 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
-from lowcomm.model import PRESETS, ModelConfig
+from lowcomm.model import ModelConfig
 
 #: Root of the checkout: nothing relies on the working directory.
 ROOT = Path(__file__).resolve().parent.parent
@@ -101,6 +96,8 @@ class TrainConfig:
     precision: Literal["fp32", "bf16"] = "fp32"  # bf16: autocast over fp32 weights
     compile: bool = False
     log_every: int = 1
+    #: Evaluate these too at the end (Streaming DiLoCo, Table 3), beside the parameters last agreed.
+    evaluate_also: tuple[Literal["first_replica", "replica_average"], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -108,6 +105,7 @@ class MethodConfig:
     """One point in the space of independent choices."""
 
     exchange: Literal["gradients", "fsdp", "parameters"]
+    trainable: Literal["all", "next_fragment"] = "all"  # next_fragment: the others are frozen, as in FedPart
     sync_every_steps: int = 1  # H; only for exchange = parameters
     peers: Literal["all"] = "all"
     codec: Literal[CODECS] = "fp32"
@@ -183,7 +181,7 @@ _BELOW: dict[str, float] = {
 _ABOVE: dict[str, float] = {"data.validation_percent": 0, "comm.timeout_s": 0, "method.codec_keep": 0}
 
 
-def _check_bounds(section: str, values: Any) -> None:
+def check_bounds(section: str, values: Any) -> None:
     for f in dataclasses.fields(values):
         name = f"{section}.{f.name}" if section else f.name
         value = getattr(values, f.name)
@@ -207,14 +205,15 @@ class RunConfig:
     data: DataConfig
     train: TrainConfig
     method: MethodConfig
+    variant: str = ""  # of a sweep
     comm: CommConfig = field(default_factory=CommConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     def __post_init__(self) -> None:
         t, m = self.train, self.method
-        _check_bounds("", self)
+        check_bounds("", self)
         for section in ("data", "train", "method", "comm", "checkpoint"):
-            _check_bounds(section, getattr(self, section))
+            check_bounds(section, getattr(self, section))
         parts = self.replicas * t.accumulation
         if t.global_batch % parts:
             raise ConfigError(
@@ -242,6 +241,11 @@ class RunConfig:
             for f in dataclasses.fields(MethodConfig):
                 if getattr(m, f.name) != getattr(default, f.name):
                     raise ConfigError(f"method.{f.name} means nothing with method.exchange = {m.exchange}")
+            if t.evaluate_also:
+                raise ConfigError(
+                    f"train.evaluate_also = {list(t.evaluate_also)} means nothing with method.exchange = {m.exchange}:"
+                    " replicas hold one model"
+                )
         if t.seq_len > self.model.seq_len:
             raise ConfigError(f"train.seq_len = {t.seq_len} is longer than model.seq_len = {self.model.seq_len}")
         if self.data.vocab_size != self.model.vocab_size:
@@ -266,6 +270,8 @@ class RunConfig:
         if m.fragments == "whole":
             if m.layers_per_fragment != MethodConfig.layers_per_fragment:
                 raise ConfigError("method.layers_per_fragment means nothing with method.fragments = whole")
+            if m.trainable == "next_fragment":
+                raise ConfigError("method.trainable = next_fragment means nothing with method.fragments = whole")
         else:
             count = -(-self.model.layers // m.layers_per_fragment) + 1
             if count > m.sync_every_steps:
@@ -293,7 +299,7 @@ class RunConfig:
         """The settings that decide the losses, as {"section.key": value}."""
         flat = {}
         for key, value in self.to_dict().items():
-            if key in ("comm", "checkpoint", "scale", "name"):
+            if key in ("comm", "checkpoint", "scale", "name", "variant"):
                 continue
             for k, v in value.items() if isinstance(value, dict) else [(None, value)]:
                 flat[key if k is None else f"{key}.{k}"] = v
@@ -371,132 +377,3 @@ def build(cls: type, mapping: Any, where: str) -> Any:
         raise
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from None
-
-
-def load_params(path: Path | None = None) -> dict[str, Any]:
-    """The whole of `params.yaml` as plain dictionaries, its top-level keys checked."""
-    path = path or ROOT / "params.yaml"
-    params = yaml.safe_load(path.read_text())
-    valid = {"scale", "scales", "methods", "runs", "corpora"}
-    for key in params:
-        if key not in valid:
-            raise ConfigError(f"unknown key {key} in {path.name}{nearest(key, valid)}")
-    return params
-
-
-def pick(section: dict[str, Any], key: str, what: str) -> Any:
-    """section[key], or an error that names the nearest entry."""
-    if key not in section:
-        raise ConfigError(f"no {what} named {key!r}{nearest(key, section)}")
-    return section[key]
-
-
-def _merge(base: dict, over: dict) -> dict:
-    out = dict(base)
-    for key, value in over.items():
-        out[key] = _merge(out[key], value) if isinstance(value, dict) and isinstance(out.get(key), dict) else value
-    return out
-
-
-def _layer(base: dict, over: dict) -> dict:
-    """Sections of `over` on those of `base`. A preset is a whole model: nothing below it shines through."""
-    if "preset" in over.get("model", {}):
-        base = base | {"model": {}}
-    return _merge(base, over)
-
-
-_RUN_KEYS = {"method", "corpus", "replicas", "seeds", "override"}
-
-
-def _seeds(run: str, seeds: Any) -> list[int]:
-    if not isinstance(seeds, list) or not seeds or not all(type(s) is int and s >= 0 for s in seeds):
-        raise ConfigError(f"runs.{run}.seeds = {seeds!r} must be a list of at least one whole number from 0")
-    return seeds
-
-
-def run_config(
-    run: str, *, seed: int | None = None, scale: str | None = None, params: dict | None = None, **override: Any
-) -> RunConfig:
-    """The configuration of one run of `params.yaml`.
-
-    `scale` defaults to the file's, `seed` to the run's first; `override` merges into sections, e.g.
-    ``run_config("diloco_m2", train={"steps": 60})``. Raises ConfigError.
-    """
-    params = params or load_params()
-    scale = scale or params["scale"]
-    entry = pick(params["runs"], run, "run")
-    for key in sorted({"method", "corpus", "replicas", "seeds"} - entry.keys()):
-        raise ConfigError(f"runs.{run} lacks {key}")
-    for key in entry:
-        if key not in _RUN_KEYS:
-            raise ConfigError(f"unknown key runs.{run}.{key}{nearest(key, _RUN_KEYS)}")
-    seeds = _seeds(run, entry["seeds"])
-    pick(params["corpora"], entry["corpus"], "corpus")
-    layers = (
-        {"data": {"corpus": entry["corpus"]}, "replicas": entry["replicas"]},
-        {"method": pick(params["methods"], entry["method"], "method")},
-        entry.get("override", {}),
-        override,
-    )
-    sections = pick(params["scales"], scale, "scale")
-    for layer in layers:
-        sections = _layer(sections, layer)
-    model = dict(sections["model"])
-    if "preset" in model:
-        model = asdict(pick(PRESETS, model.pop("preset"), "preset")) | model
-    sections["model"] = model
-    sections |= {"name": run, "scale": scale, "seed": seeds[0] if seed is None else seed}
-    return build(RunConfig, sections, run)
-
-
-def overrides(pairs: list[str]) -> dict[str, Any]:
-    """Command-line settings as nested sections: ["train.steps=60"] -> {"train": {"steps": 60}}."""
-    out: dict[str, Any] = {}
-    for pair in pairs:
-        key, eq, value = pair.partition("=")
-        if not eq:
-            raise ConfigError(f"--set {pair} must be section.key=value")
-        if key in ("name", "scale", "seed"):
-            raise ConfigError(f"--set {pair}: {key} is not a setting but an argument of its own")
-        *sections, last = key.split(".")
-        level = out
-        for section in sections:
-            level = level.setdefault(section, {})
-            if not isinstance(level, dict):
-                raise ConfigError(f"--set {pair}: {section} has been set to {level!r} already")
-        level[last] = yaml.safe_load(value)
-    return out
-
-
-def corpus_configs(
-    corpus: str, *, scale: str | None = None, params: dict | None = None
-) -> tuple[CorpusConfig, DataConfig]:
-    """Where a corpus of `params.yaml` comes from, and how `scale` cuts it. Raises ConfigError."""
-    params = params or load_params()
-    source = build(CorpusConfig, pick(params["corpora"], corpus, "corpus"), f"corpora.{corpus}")
-    data = pick(params["scales"], scale or params["scale"], "scale")["data"] | {"corpus": corpus}
-    config = build(DataConfig, data, "data")
-    _check_bounds("data", config)
-    return source, config
-
-
-def run_seeds(run: str, *, scale: str | None = None, params: dict | None = None) -> list[int]:
-    """Seeds of a run; the smoke scale takes the first only."""
-    params = params or load_params()
-    seeds = _seeds(run, pick(params["runs"], run, "run").get("seeds"))
-    return seeds[:1] if (scale or params["scale"]) == "smoke" else seeds
-
-
-def run_dir(run: str, scale: str, seed: int) -> Path:
-    """Folder of a run's metrics, summary and checkpoints."""
-    return BUILD / "runs" / scale / run / f"seed{seed}"
-
-
-def times_dir(run: str, scale: str, seed: int) -> Path:
-    """Folder of a run's times, which differ from machine to machine and are not tracked."""
-    return BUILD / "times" / scale / "runs" / run / f"seed{seed}"
-
-
-def data_dir(corpus: str, scale: str) -> Path:
-    """Folder of a corpus' tokenizer, shards and card."""
-    return BUILD / "data" / scale / corpus

@@ -27,8 +27,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from lowcomm.config import ConfigError, CorpusConfig, DataConfig, corpus_configs, data_dir, load_params
+from lowcomm.config import ConfigError, CorpusConfig, DataConfig
 from lowcomm.corpora import documents, sources
+from lowcomm.params import corpus_configs, data_dir, load_params
 
 END_OF_TEXT = 1  # id of the token between documents
 _MARK = "\u2581"  # sentencepiece writes a space so; the character itself must travel as bytes

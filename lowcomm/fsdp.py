@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from lowcomm.comm import World
 from lowcomm.config import ConfigError, MethodConfig, TrainConfig
 from lowcomm.model import Decoder
+from lowcomm.outer import Evaluated
 from lowcomm.transport import ProcessTransport
 
 
@@ -60,13 +61,16 @@ class FullySharded:
             module.set_custom_all_gather(_AllGather(world))
             module.set_custom_reduce_scatter(_ReduceScatter(world))
 
+    def before_step(self, step: int) -> None:
+        """Nothing to prepare."""
+
     def average_gradients(self) -> None:
         """The hooks have done it."""
 
     def after_step(self, step: int) -> dict[str, float]:
         return {}
 
-    def evaluated(self) -> contextlib.AbstractContextManager[None]:
+    def evaluated(self, which: Evaluated) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def weights(self) -> dict[str, Tensor]:

@@ -14,13 +14,15 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from lowcomm.config import ROOT, RunConfig, data_dir, overrides, run_config, run_dir, source_digest, times_dir
-from lowcomm.metrics import clear_run, made_with, strangers
+from lowcomm.config import BUILD, ROOT, RunConfig, source_digest
+from lowcomm.metrics import MADE_WITH, clear_run, made_with, strangers
+from lowcomm.params import data_dir, overrides, run_config, run_dir, run_points, times_dir
 from lowcomm.stop import LAUNCHER_VARIABLE
 
 #: glibc gives large blocks back to the system after each step and faults them in anew; keeping them saves a tenth.
@@ -102,14 +104,6 @@ class _Tail:
         return [json.loads(line) for line in text[:end].splitlines()]
 
 
-def command(config: RunConfig, out: Path, times: Path, data: Path, settings: list[str]) -> list[str]:
-    """The torchrun command of a run."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(config.replicas)]
-    script = ["-m", "lowcomm.train", config.name, "--scale", config.scale, "--seed", str(config.seed)]
-    folders = ["--out", str(out), "--times", str(times), "--data", str(data)]
-    return torchrun + script + folders + [word for s in settings for word in ("--set", s)]
-
-
 def _told(lines: list[str]) -> str:
     """The end of what the ranks wrote, without torchrun's own account of their deaths."""
     ends = (i for i, line in enumerate(lines) if "torch/distributed/elastic" in line and "failed (exitcode" in line)
@@ -117,9 +111,70 @@ def _told(lines: list[str]) -> str:
     return "\n".join((ranks or lines)[-30:])
 
 
+@dataclass(frozen=True)
+class _Job:
+    config: RunConfig
+    out: Path
+
+    @property
+    def title(self) -> str:
+        c = self.config
+        return f"{c.name}, {c.variant}, seed {c.seed}" if c.variant else f"{c.name}, seed {c.seed}"
+
+
+def _torchrun(jobs: list[_Job], words: list[str], log_path: Path) -> None:
+    """Train `jobs`, which have as many replicas each, in one torchrun; `words` follow its `-m lowcomm.train`."""
+    ranks = ["--nproc-per-node", str(jobs[0].config.replicas)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *ranks, "-m", "lowcomm.train", *words]
+    environment = os.environ | _KEEP_MEMORY | {"OMP_NUM_THREADS": "1", LAUNCHER_VARIABLE: str(os.getpid())}
+    environment["PYTHONPATH"] = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p)
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    with log_path.open("w") as log:
+        child = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
+    live = None
+    try:
+        for number, job in enumerate(jobs, 1):
+            count = f" ({number} of {len(jobs)})" if len(jobs) > 1 else ""
+            live = _Live(job.title + count, job.config.train.steps)
+            tail = _Tail(job.out / "metrics" / "rank-000.jsonl")
+            while child.poll() is None and not (job.out / "summary.json").exists():
+                time.sleep(0.1)
+                live.show(tail.rows())
+            live.show(tail.rows())
+            live.close()
+        child.wait()
+    finally:
+        if live is not None:
+            live.close()
+        if child.poll() is None:  # interrupted: let the ranks write their checkpoint
+            child.send_signal(signal.SIGTERM)
+            try:
+                child.wait(60)
+            except subprocess.TimeoutExpired:
+                os.killpg(child.pid, signal.SIGKILL)
+    missing = [job.title for job in jobs if not (job.out / "summary.json").exists()]
+    if child.returncode or missing:
+        told = _told(log_path.read_text().splitlines())
+        title = missing[0] if missing else jobs[-1].title
+        raise LaunchError(f"{title} failed with exit code {child.returncode}; {log_path}:\n{told}")
+
+
+def _clear(job: _Job, *, keep: bool) -> None:
+    """Make a run's folder ready; `keep` what the same source left there."""
+    if found := strangers(job.out):
+        raise LaunchError(f"{job.out} holds {', '.join(found[:5])}, which no run puts there: choose another folder")
+    if made_with(job.out) != source_digest():
+        if (job.out / "checkpoints").exists():
+            print(f"{job.title}: the source has changed since its checkpoint was written; starting over")
+        keep = False
+    if not keep:
+        clear_run(job.out)
+
+
 def launch(
     run: str,
     *,
+    variant: str = "",
     seed: int | None = None,
     scale: str | None = None,
     settings: list[str] | None = None,
@@ -127,10 +182,10 @@ def launch(
     times: Path | None = None,
     data: Path | None = None,
 ) -> dict[str, Any]:
-    """Train a run of params.yaml under torchrun and return its summary.
+    """Train one point of a run of params.yaml under torchrun and return its summary.
 
     Args:
-        run, seed, scale: as in `config.run_config`.
+        run, variant, seed, scale: as in `params.run_config`.
         settings: overrides like "train.steps=60".
         out, times, data: folders; by default the run's own under build/.
 
@@ -138,45 +193,50 @@ def launch(
     over and says so. Raises LaunchError with the tail of the log when a rank fails, ConfigError for bad settings.
     """
     settings = settings or []
-    config = run_config(run, seed=seed, scale=scale, **overrides(settings))  # refuse bad settings before starting
-    out = out or run_dir(run, config.scale, config.seed)
-    times = times or times_dir(run, config.scale, config.seed)
+    # Refuse bad settings before starting.
+    config = run_config(run, variant=variant, seed=seed, scale=scale, **overrides(settings))
+    job = _Job(config, out or run_dir(config))
+    times = times or times_dir(config)
     data = data or data_dir(config.data.corpus, config.scale)
-    times.mkdir(parents=True, exist_ok=True)
-    if found := strangers(out):
-        raise LaunchError(f"{out} holds {', '.join(found[:5])}, which no run puts there: choose another folder")
-    if made_with(out) != source_digest():
-        if (out / "checkpoints").exists():
-            print(f"{run}: the source has changed since its checkpoint was written; starting over")
-        clear_run(out)
-    log_path = times / "log.txt"
-    environment = os.environ | _KEEP_MEMORY | {"OMP_NUM_THREADS": "1", LAUNCHER_VARIABLE: str(os.getpid())}
-    environment["PYTHONPATH"] = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p)
-    with log_path.open("w") as log:
-        child = subprocess.Popen(
-            command(config, out, times, data, settings),
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,
-        )
-    live = _Live(f"{run}, seed {config.seed}", config.train.steps)
-    tail = _Tail(out / "metrics" / "rank-000.jsonl")
-    try:
-        while child.poll() is None:
-            time.sleep(0.2)
-            live.show(tail.rows())
-        live.show(tail.rows())
-    finally:
-        live.close()
-        if child.poll() is None:  # interrupted: let the ranks write their checkpoint
-            child.send_signal(signal.SIGTERM)
-            try:
-                child.wait(60)
-            except subprocess.TimeoutExpired:
-                os.killpg(child.pid, signal.SIGKILL)
-    if child.returncode or not (out / "summary.json").exists():
-        raise LaunchError(
-            f"{run} failed with exit code {child.returncode}; {log_path}:\n" + _told(log_path.read_text().splitlines())
-        )
-    return json.loads((out / "summary.json").read_text())
+    _clear(job, keep=True)
+    (job.out / "summary.json").unlink(missing_ok=True)
+    words = [run, "--scale", config.scale, "--seed", str(config.seed)] + (["--variant", variant] if variant else [])
+    folders = ["--out", str(job.out), "--times", str(times), "--data", str(data)]
+    _torchrun([job], words + folders + [w for s in settings for w in ("--set", s)], times / "log.txt")
+    return json.loads((job.out / "summary.json").read_text())
+
+
+#: In a run's folder while `launch_all` is at it; holds the digest of the source.
+_UNFINISHED = "unfinished"
+
+
+def launch_all(run: str, *, scale: str | None = None) -> list[dict[str, Any]]:
+    """Train all variants and seeds of a run under torchrun, one after the other; returns their summaries in order.
+
+    What an earlier call left complete is trained anew, unless that call was interrupted and the source is the same:
+    then this one goes on where it stopped. Raises as `launch`.
+    """
+    points = run_points(run, scale=scale)
+    jobs = [_Job(config, run_dir(config)) for config in points]
+    scale = points[0].scale
+    root = BUILD / "runs" / scale / run
+    marker = root / _UNFINISHED
+    goes_on = marker.exists() and marker.read_text() == source_digest()
+    for job in jobs:
+        done = job.out / "summary.json"
+        same = done.exists() and json.loads(done.read_text())["run"] == job.config.to_dict()
+        _clear(job, keep=goes_on and (same or not done.exists()))
+    for mark in list(root.rglob(MADE_WITH)):  # of variants and seeds that params.yaml no longer has
+        if mark.parent not in {job.out for job in jobs}:
+            clear_run(mark.parent)
+            for folder in (mark.parent, mark.parent.parent):
+                if folder != root and not any(folder.iterdir()):
+                    folder.rmdir()
+    root.mkdir(parents=True, exist_ok=True)
+    marker.write_text(source_digest())
+    for replicas in sorted({c.replicas for c in points}):
+        some = [j for j in jobs if j.config.replicas == replicas and not (j.out / "summary.json").exists()]
+        if some:
+            _torchrun(some, [run, "--scale", scale, "--all"], BUILD / "times" / scale / "runs" / run / "log.txt")
+    marker.unlink()
+    return [json.loads((job.out / "summary.json").read_text()) for job in jobs]

@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lowcomm.config import ConfigError, run_dir, run_seeds
+from lowcomm.config import BUILD, ConfigError
+from lowcomm.params import run_dir, run_points
 
 
 class Metrics:
@@ -79,18 +80,19 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def read_run(run: str, scale: str) -> list[dict[str, Any]]:
-    """A run's summaries, one a seed in order, each with rank 0's rows under "rows".
+    """Summaries of a run's variants and seeds in order, each with "variant", "seed" and rank 0's rows under "rows".
 
     Raises ConfigError if one is missing.
     """
     found = []
-    for seed in run_seeds(run, scale=scale):
-        folder = run_dir(run, scale, seed)
+    for config in run_points(run, scale=scale):
+        folder = run_dir(config)
         try:
             summary = json.loads((folder / "summary.json").read_text())
         except FileNotFoundError:
             raise ConfigError(
-                f"run {run}, seed {seed} has not been trained at scale {scale}: dvc repro train@{run}"
+                f"{folder.relative_to(BUILD)} has not been trained: dvc repro train@{run} (scale {scale})"
             ) from None
-        found.append(summary | {"seed": seed, "rows": read_metrics(folder / "metrics" / "rank-000.jsonl")})
+        rows = read_metrics(folder / "metrics" / "rank-000.jsonl")
+        found.append(summary | {"variant": config.variant, "seed": config.seed, "rows": rows})
     return found

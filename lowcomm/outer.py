@@ -19,75 +19,29 @@ fragment at a time, with tau inner steps between sending Delta_m and applying De
 Federated averaging (local SGD) exchanges theta itself and takes its mean. Data-parallel training
 exchanges gradients, each step, before clipping and the inner optimizer.
 
-To add an outer optimizer, write a class with `step` and `buffers` here and enter it in `OUTER`.
+Outer optimizers, and where outer state lives, are in `fragment`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from lowcomm.accounting import mean_bytes
-from lowcomm.axis import Handle
 from lowcomm.codecs import make_codec
 from lowcomm.comm import World
 from lowcomm.config import MethodConfig, TrainConfig
+from lowcomm.fragment import Fragment, flatten, unflatten_into
 from lowcomm.peers import PEERS
 from lowcomm.streaming import Schedule, parameter_fragments
 
-
-class OuterOptimizer(Protocol):
-    """How an averaged outer gradient is applied to the parameters last agreed."""
-
-    def step(self, agreed: Tensor, delta: Tensor) -> None:
-        """agreed [n] <- OuterOpt(agreed, delta), in place; `delta` is scratch afterwards."""
-        ...
-
-    def buffers(self) -> dict[str, Tensor]:
-        """State to checkpoint, by name."""
-        ...
-
-
-class Momentum:
-    """SGD with heavy-ball or Nesterov momentum, as torch.optim.SGD computes them.
-
-    buffer <- momentum * buffer + delta
-    agreed <- agreed - lr * (delta + momentum * buffer)     Nesterov
-    agreed <- agreed - lr * buffer                          heavy ball
-    """
-
-    def __init__(self, like: Tensor, lr: float, momentum: float, *, nesterov: bool):
-        self.lr, self.momentum, self.nesterov = lr, momentum, nesterov
-        self.buffer = torch.zeros_like(like)
-
-    def step(self, agreed: Tensor, delta: Tensor) -> None:
-        self.buffer.mul_(self.momentum).add_(delta)
-        agreed.add_(delta.add_(self.buffer, alpha=self.momentum) if self.nesterov else self.buffer, alpha=-self.lr)
-
-    def buffers(self) -> dict[str, Tensor]:
-        return {"momentum": self.buffer}
-
-
-OUTER = {
-    "nesterov": lambda like, m: Momentum(like, m.outer_lr, m.outer_momentum, nesterov=True),
-    "heavy_ball": lambda like, m: Momentum(like, m.outer_lr, m.outer_momentum, nesterov=False),
-}
-
-
-def flatten(tensors: list[Tensor]) -> Tensor:
-    """One contiguous copy of all values, in order."""
-    return torch.cat([t.detach().reshape(-1) for t in tensors])
-
-
-def unflatten_into(flat: Tensor, tensors: list[Tensor]) -> None:
-    """Copy a flat tensor back over `tensors`."""
-    parts = flat.to(tensors[0].device).split([t.numel() for t in tensors])
-    with torch.no_grad():
-        torch._foreach_copy_(tensors, [p.view(t.shape) for p, t in zip(parts, tensors, strict=True)])
+#: What may be evaluated: the parameters last agreed, the first replica's own, the mean of all replicas' own.
+Evaluated = Literal["agreed", "first_replica", "replica_average"]
 
 
 def pairwise_cosine(vectors: list[Tensor]) -> float:
@@ -100,15 +54,19 @@ def pairwise_cosine(vectors: list[Tensor]) -> float:
 class Engine(Protocol):
     """What a trainer calls; it knows no method by name."""
 
+    def before_step(self, step: int) -> None:
+        """Before inner step `step` (from 1)."""
+        ...
+
     def average_gradients(self) -> None:
         """Between the backward pass and clipping."""
         ...
 
     def after_step(self, step: int) -> dict[str, float]:
-        """After inner step `step` (from 1). Returns what is worth logging."""
+        """After inner step `step`. Returns what is worth logging."""
         ...
 
-    def evaluated(self) -> contextlib.AbstractContextManager[None]:
+    def evaluated(self, which: Evaluated) -> contextlib.AbstractContextManager[None]:
         """Inside, the model holds the parameters to evaluate."""
         ...
 
@@ -136,6 +94,9 @@ class DataParallel:
         self.named, self.world, self.steps = dict(model.named_parameters()), world, train.steps
         self.parameters = list(self.named.values())
 
+    def before_step(self, step: int) -> None:
+        """Nothing to prepare."""
+
     def average_gradients(self) -> None:
         if self.world.replicas > 1:
             grads = [p.grad for p in self.parameters]
@@ -144,8 +105,8 @@ class DataParallel:
     def after_step(self, step: int) -> dict[str, float]:
         return {}
 
-    def evaluated(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
+    def evaluated(self, which: Evaluated) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()  # replicas hold one model
 
     def weights(self) -> dict[str, Tensor]:
         return self.named
@@ -162,31 +123,12 @@ class DataParallel:
         return {"gradients": self.steps * once}
 
 
-class Fragment:
-    """Parameters that are exchanged together: the copy last agreed, its optimizer, and what is under way."""
-
-    def __init__(self, named: dict[str, Tensor], method: MethodConfig):
-        self.names, self.parameters = list(named), list(named.values())
-        flat = flatten(self.parameters).float()
-        self.agreed = flat.cpu() if method.offload_outer else flat
-        self.outer = OUTER[method.outer](self.agreed, method) if method.outer != "average" else None
-        self.under_way: Handle | None = None
-        self.due = 0  # the step after which it is applied
-
-    def values(self) -> dict[str, Tensor]:
-        """The agreed parameters by name, in their shapes."""
-        parts = self.agreed.split([p.numel() for p in self.parameters])
-        return {n: v.view(p.shape) for n, v, p in zip(self.names, parts, self.parameters, strict=True)}
-
-    def buffers(self) -> dict[str, Tensor]:
-        return {"agreed": self.agreed} | (self.outer.buffers() if self.outer else {})
-
-
 class LocalUpdates:
     """Replicas train alone and agree on a fragment at its turn: DiLoCo, Streaming DiLoCo, federated averaging.
 
-    Outer state is flat fp32, on the CPU when `offload_outer` says so. What is under way when a run ends is applied;
-    with `close_last_round`, every fragment is then exchanged once more, so that no inner step is lost.
+    What is under way when a run ends is applied; with `close_last_round`, every fragment is then exchanged once more,
+    so that no inner step is lost. With `trainable = next_fragment` all fragments but the next to be exchanged are
+    frozen (FedPart): no gradient is computed for them, and their inner optimizer state rests.
     """
 
     def __init__(self, model: nn.Module, world: World, method: MethodConfig, train: TrainConfig, *, seed: int = 0):
@@ -198,6 +140,19 @@ class LocalUpdates:
         self.schedule = Schedule(len(groups), method.sync_every_steps)
         self.overlap = method.overlap_steps[world.replica % len(method.overlap_steps)]
         self.order = list(named)
+
+    def before_step(self, step: int) -> None:
+        """Begin to fetch the outer state that this step's turns need; freeze and thaw."""
+        for index in self.schedule.turns(step):
+            self.fragments[index].fetch(whole=False)
+        for fragment in self.fragments:
+            if fragment.under_way is not None and fragment.due <= step:
+                fragment.fetch(whole=True)
+        if self.method.trainable == "next_fragment":
+            following = next(turns[0] for s in itertools.count(step) if (turns := self.schedule.turns(s)))
+            for index, fragment in enumerate(self.fragments):
+                for p in fragment.parameters:
+                    p.requires_grad_(index == following)
 
     def average_gradients(self) -> None:
         """Replicas keep their own gradients."""
@@ -220,41 +175,39 @@ class LocalUpdates:
 
     def _send(self, index: int, step: int, logged: dict[str, float]) -> None:
         fragment = self.fragments[index]
-        theta = flatten(fragment.parameters).float()
-        agreed = fragment.agreed.to(theta.device)
+        sent = fragment.delta()
         if self.method.record_cosine and self.world.replicas > 1:
-            deltas = self.world.exchange(agreed - theta, purpose="analysis")
+            delta = fragment.agreed - sent if fragment.sends_parameters else sent
+            deltas = self.world.exchange(delta, purpose="analysis")
             logged["cosine" if len(self.fragments) == 1 else f"cosine_{index}"] = pairwise_cosine(deltas)
-        sent = theta if fragment.outer is None else torch.sub(agreed, theta, out=theta)
         turn = (step * len(self.fragments) + index) * self.world.replicas + self.world.replica
         seed = self.seed << 40 | turn  # of the codec's random choices: others at each turn of each replica
         fragment.under_way = self.peers.mean_async(self.world, sent, self.codec, purpose="outer", seed=seed)
         fragment.due = step + self.overlap
+        if self.overlap:
+            fragment.release()
 
     def _apply(self, fragment: Fragment) -> None:
         mean = fragment.under_way.wait()
         fragment.under_way = None
-        if fragment.outer is None:
-            fragment.agreed.copy_(mean)
-        else:
-            fragment.outer.step(fragment.agreed, mean.to(fragment.agreed.device))
-        if self.method.mixing == 0:
-            unflatten_into(fragment.agreed, fragment.parameters)
-            return
-        theta = flatten(fragment.parameters)
-        new = fragment.agreed.to(theta.device)
-        unflatten_into(theta.mul_(self.method.mixing).add_(new, alpha=1 - self.method.mixing), fragment.parameters)
+        fragment.apply(mean, self.method.mixing)
 
     @contextlib.contextmanager
-    def evaluated(self) -> Iterator[None]:
-        """The outer parameters (Streaming DiLoCo, Table 3), whatever the replica holds in between.
+    def evaluated(self, which: Evaluated) -> Iterator[None]:
+        """The outer parameters (Streaming DiLoCo, Table 3), whatever the replica holds in between; or inner ones.
 
         Where replicas have different tau, one may apply a fragment's mean before another does: until then, each shows
-        its own, and a loss over the windows of all is the mean of both.
+        its own outer parameters, and a loss over the windows of all is the mean of both.
         """
         inner = [flatten(f.parameters) for f in self.fragments]
-        for fragment in self.fragments:
-            unflatten_into(fragment.agreed, fragment.parameters)
+        for fragment, own in zip(self.fragments, inner, strict=True):
+            if which == "agreed":
+                shown = fragment.agreed
+            elif which == "first_replica":
+                shown = self.world.broadcast(own.clone(), purpose="analysis")
+            else:
+                shown = self.world.mean(own.float(), purpose="analysis")
+            unflatten_into(shown, fragment.parameters)
         try:
             yield
         finally:
@@ -268,7 +221,7 @@ class LocalUpdates:
     def state(self) -> dict[str, Tensor]:
         state = {}
         for index, fragment in enumerate(self.fragments):
-            state |= {f"{index}/{name}": b for name, b in fragment.buffers().items()}
+            state |= {f"{index}/{name}": b for name, b in fragment.state().items()}
             if fragment.under_way is not None:
                 mean = fragment.under_way.wait()
                 fragment.under_way = self.world.done(mean)
@@ -277,8 +230,7 @@ class LocalUpdates:
 
     def load(self, state: dict[str, Tensor]) -> None:
         for index, fragment in enumerate(self.fragments):
-            for name, buffer in fragment.buffers().items():
-                buffer.copy_(state[f"{index}/{name}"])
+            fragment.load({name: state[f"{index}/{name}"] for name in fragment.state()})
             if (mean := state.get(f"{index}/under_way")) is not None:
                 fragment.under_way = self.world.done(mean.to(self.world.device))
                 fragment.due = int(state[f"{index}/due"])
@@ -289,6 +241,5 @@ class LocalUpdates:
             turns = self.schedule.turns_of(index, self.steps)
             if self.method.close_last_round and index not in self.schedule.turns(self.steps):
                 turns += 1
-            numel = fragment.agreed.numel()
-            total += turns * self.peers.sent_bytes(numel, self.codec, self.world.replicas, self.world.replica)
+            total += turns * self.peers.sent_bytes(fragment.numel, self.codec, self.world.replicas, self.world.replica)
         return {"outer": total}

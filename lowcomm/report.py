@@ -10,7 +10,8 @@ from typing import Any
 import pandas as pd
 import yaml
 
-from lowcomm.config import ROOT, nearest, pick
+from lowcomm.config import ROOT, nearest
+from lowcomm.params import pick
 
 PAPERS = ROOT / "results" / "papers"
 

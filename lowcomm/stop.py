@@ -13,6 +13,8 @@ import signal
 import threading
 import time
 
+import torch
+
 from lowcomm.comm import World
 from lowcomm.transport import CommError
 
@@ -54,7 +56,8 @@ class StopAgreement:
         self._published = False
         self._lock = threading.Lock()
         self._done = threading.Event()
-        threading.Thread(target=self._watch, name=f"stop-{world.rank}", daemon=True).start()
+        self._thread = threading.Thread(target=self._watch, name=f"stop-{world.rank}", daemon=True)
+        self._thread.start()
 
     def _watch(self) -> None:
         transport = self.world.transport
@@ -86,4 +89,12 @@ class StopAgreement:
             time.sleep(_POLL_S / 10)
 
     def close(self) -> None:
+        """No request is noted after this."""
         self._done.set()
+        self._thread.join()
+
+
+def stop_between_runs(world: World) -> bool:
+    """Whether any rank has been told to stop; all ranks must ask, and get the same answer."""
+    told = requested.is_set() or world.transport.read("stop") is not None
+    return bool(world.sum(torch.tensor([float(told)], device=world.device), purpose="stop", axis="world"))

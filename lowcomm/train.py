@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import logging
 import math
@@ -31,16 +32,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowcomm import config as cfg
-from lowcomm.accounting import parameters, training_flops
+from lowcomm import params
+from lowcomm.accounting import parameters as count_parameters
+from lowcomm.accounting import training_flops
 from lowcomm.checkpoint import Checkpoints, save_tensors
 from lowcomm.comm import World, run_threads, world_from_torchrun
-from lowcomm.config import ConfigError, RunConfig, TrainConfig
+from lowcomm.config import ConfigError, RunConfig, TrainConfig, source_digest
 from lowcomm.data import TokenData
 from lowcomm.metrics import MADE_WITH, Metrics, clear_run, read_metrics
 from lowcomm.model import Decoder
-from lowcomm.outer import DataParallel, Engine, LocalUpdates
-from lowcomm.stop import StopAgreement, stop_on_signals
+from lowcomm.outer import DataParallel, Engine, Evaluated, LocalUpdates
+from lowcomm.stop import StopAgreement, requested, stop_between_runs, stop_on_signals
 
 log = logging.getLogger("lowcomm")
 
@@ -111,6 +113,7 @@ class Trainer:
         lr = learning_rate(step, t)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+        self.engine.before_step(step)
         tokens = self.data.batch(step, world.replica, world.replicas).to(world.device, non_blocking=True)
         entropies = []
         for part in tokens.chunk(t.accumulation):
@@ -128,7 +131,7 @@ class Trainer:
 
     def _clip(self) -> Tensor:
         """Scale gradients to norm clip_norm at most; returns the norm before. Inner gradients only."""
-        grads = [_local(p.grad) for p in self.model.parameters()]
+        grads = [_local(p.grad) for p in self.model.parameters() if p.grad is not None]
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
         if self.config.method.exchange == "fsdp":
             norm = self.world.sum(norm.square().reshape(1), purpose="fsdp norm").sqrt()[0]
@@ -137,12 +140,12 @@ class Trainer:
         return norm
 
     @torch.no_grad()
-    def evaluate(self) -> float:
+    def evaluate(self, which: Evaluated = "agreed") -> float:
         """Mean validation cross-entropy (nats per token) of the evaluated parameters, the same on every rank."""
         world, rows = self.world, self.config.local_batch // self.config.train.accumulation
         windows = self.data.validation(self.config.train.eval_sequences)
         total = torch.zeros(2, dtype=torch.float64)
-        with self.engine.evaluated(), self._autocast():
+        with self.engine.evaluated(which), self._autocast():
             for begin in range(0, len(windows), rows * world.replicas):
                 part = windows[begin + world.replica * rows :][:rows]
                 mine = len(part) if begin + world.replica * rows < len(windows) else 0
@@ -220,7 +223,7 @@ def train(
     else:
         if world.rank == 0:
             clear_run(out)
-            (out / MADE_WITH).write_text(cfg.source_digest())
+            (out / MADE_WITH).write_text(source_digest())
         world.barrier()
         if (epochs := t.steps / data.epoch_steps()) > 1 and world.rank == 0:
             log.info("%s sees its training windows %.1f times", config.name, epochs)
@@ -235,6 +238,8 @@ def train(
             row = trainer.step(step)
             if step == t.steps or (t.eval_every and step % t.eval_every == 0):
                 row["val_loss"] = trainer.evaluate()
+            if step == t.steps:
+                row |= {f"val_loss_{which}": trainer.evaluate(which) for which in t.evaluate_also}
             metrics.add(row)
             clock.add({"step": step, "seconds": world.clock.elapsed()})
             if on_row is not None:
@@ -274,7 +279,7 @@ def _finish(trainer: Trainer, checkpoints: Checkpoints, out: Path, times: Path) 
     config, world, t = trainer.config, trainer.world, trainer.config.train
     seconds = world.clock.elapsed()
     sent = world.ledger.by_purpose()
-    count = torch.tensor([world.ledger.total(axis="replica"), world.ledger.peak_step_bytes()])
+    count = torch.tensor([world.ledger.total(axis="replica"), world.ledger.peak_step_bytes("replica")])
     everyone = torch.stack(world.exchange(count, purpose="summary", axis="world"))
     rows = read_metrics(out / "metrics" / f"rank-{world.rank:03d}.jsonl")
     last = [r["loss"] for r in rows[-max(1, len(rows) // 20) :]]
@@ -287,9 +292,10 @@ def _finish(trainer: Trainer, checkpoints: Checkpoints, out: Path, times: Path) 
         "run": config.to_dict(),
         "val_loss": val_loss,
         "val_perplexity": math.exp(val_loss),
+        **{key: value for key, value in rows[-1].items() if key.startswith("val_loss_")},
         "train_loss": train_loss,
         "tokens": tokens,
-        "parameters": parameters(config.model).total,
+        "parameters": count_parameters(config.model).total,
         "training_flops": flops,
         "sent_bytes": sent,
         "sent_bytes_closed_form": trainer.engine.sent_bytes(),
@@ -322,13 +328,41 @@ def _finish(trainer: Trainer, checkpoints: Checkpoints, out: Path, times: Path) 
     return summary
 
 
+def _jobs(args: argparse.Namespace) -> list[tuple[RunConfig, Path, Path, Path]]:
+    """(configuration, run folder, folder for times, corpus) of everything that the command line asks for."""
+    override = params.overrides(args.set)
+    if args.all:
+        if args.variant or args.seed is not None or args.times:
+            raise ConfigError("--all trains every variant and seed: --variant, --seed and --times mean nothing with it")
+        configs = params.run_points(args.run, scale=args.scale, **override)
+        if "WORLD_SIZE" in os.environ:
+            ranks = int(os.environ["WORLD_SIZE"])
+            some = [c for c in configs if c.replicas == ranks]
+            if not some:
+                raise ConfigError(f"no point of run {args.run} has {ranks} replicas, as many as there are ranks")
+            configs = some
+    else:
+        configs = [
+            params.run_config(args.run, variant=args.variant, seed=args.seed, scale=args.scale, **override),
+        ]
+    jobs = []
+    for run in configs:
+        out = params.run_dir(run, args.out) if args.all or not args.out else args.out
+        times = args.times or (out.with_name(out.name + "-times") if args.out else params.times_dir(run))
+        if not (args.all and (out / "summary.json").exists()):
+            jobs.append((run, out, times, args.data or params.data_dir(run.data.corpus, run.scale)))
+    return jobs
+
+
 def main(argv: list[str] | None = None) -> int:
     """Command line; see `--help`."""
     parser = argparse.ArgumentParser(prog="python -m lowcomm.train", description=__doc__.split("\n")[0])
     parser.add_argument("run", help="a run of params.yaml")
+    parser.add_argument("--all", action="store_true", help="all variants and seeds that are not complete yet")
+    parser.add_argument("--variant", default="", help="of a run that is a sweep")
     parser.add_argument("--scale", help="smoke, laptop, gpu or paper (default: params.yaml's)")
     parser.add_argument("--seed", type=int, help="default: the run's first")
-    parser.add_argument("--out", type=Path, help="run folder (default: build/runs/SCALE/RUN/seedN)")
+    parser.add_argument("--out", type=Path, help="run folder (default: build/runs/SCALE/RUN/[VARIANT/]seedN)")
     parser.add_argument("--times", type=Path, help="folder for times (default: build/times/..., or beside --out)")
     parser.add_argument("--data", type=Path, help="prepared corpus (default: build/data/SCALE/CORPUS)")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override a setting")
@@ -337,20 +371,22 @@ def main(argv: list[str] | None = None) -> int:
     stop_on_signals()
     world: World | None = None
     try:
-        run = cfg.run_config(args.run, seed=args.seed, scale=args.scale, **cfg.overrides(args.set))
-        out = args.out or cfg.run_dir(run.name, run.scale, run.seed)
-        times = args.times or (None if args.out else cfg.times_dir(run.name, run.scale, run.seed))
-        data = args.data or cfg.data_dir(run.data.corpus, run.scale)
-
-        def work(world: World) -> dict[str, Any]:
-            return train(run, world, data, out, times)
-
-        if "TORCHELASTIC_RUN_ID" in os.environ or "RANK" in os.environ:
-            world = world_from_torchrun(replicas=run.replicas, comm=run.comm)
-            work(world)
-            world.close()
-        else:
-            run_threads(work, replicas=run.replicas, comm=run.comm)
+        processes = "TORCHELASTIC_RUN_ID" in os.environ or "RANK" in os.environ
+        for run, out, times, data in _jobs(args):
+            if processes:
+                transport = None if world is None else world.transport
+                world = world_from_torchrun(replicas=run.replicas, comm=run.comm, transport=transport)
+                train(run, world, data, out, times)
+                stop = stop_between_runs(world)
+                world.leave()
+            else:
+                work = functools.partial(_in_thread, run, data, out, times)
+                run_threads(work, replicas=run.replicas, comm=run.comm)
+                stop = requested.is_set()
+            if stop:
+                break
+        if world is not None:
+            world.transport.close()
     except Exception as error:
         rank = os.environ.get("RANK", "0")
         if isinstance(error, ValueError | RuntimeError):
@@ -362,6 +398,10 @@ def main(argv: list[str] | None = None) -> int:
         sys.stderr.flush()
         os._exit(1)  # wires may still wait for peers; nothing here is worth waiting for
     return 0
+
+
+def _in_thread(run: RunConfig, data: Path, out: Path, times: Path, world: World) -> dict[str, Any]:
+    return train(run, world, data, out, times)
 
 
 if __name__ == "__main__":

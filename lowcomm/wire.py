@@ -49,12 +49,13 @@ class Ledger:
         """{"axis/purpose": bytes}, sorted."""
         return {f"{a}/{p}": sum(steps.values()) for (a, p), steps in sorted(self._bytes.items())}
 
-    def peak_step_bytes(self) -> int:
-        """Most bytes sent in any one step."""
+    def peak_step_bytes(self, axis: str) -> int:
+        """Most bytes sent along an axis in any one step, analysis and evaluation apart."""
         steps: dict[int, int] = defaultdict(int)
-        for entry in self._bytes.values():
-            for step, nbytes in entry.items():
-                steps[step] += nbytes
+        for (a, purpose), entry in self._bytes.items():
+            if a == axis and purpose not in ("analysis", "evaluation"):
+                for step, nbytes in entry.items():
+                    steps[step] += nbytes
         return max(steps.values(), default=0)
 
     def state(self) -> list[list]:

@@ -8,19 +8,19 @@ import os
 import pytest
 
 from lowcomm.comm import run_threads
-from lowcomm.config import load_params, run_config, run_dir, source_digest, times_dir
+from lowcomm.config import source_digest
 from lowcomm.data import prepared
 from lowcomm.metrics import made_with
+from lowcomm.params import load_params, run_dir, run_points, times_dir
 from lowcomm.train import train
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Train every run at smoke scale in threads, unless this source and these settings have done so already."""
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
-    for run in load_params()["runs"]:
-        config = run_config(run, scale="smoke")
+    for config in (point for run in load_params()["runs"] for point in run_points(run, scale="smoke")):
         data = prepared(config.data.corpus, "smoke")
-        out, times = (f(run, "smoke", config.seed) for f in (run_dir, times_dir))
+        out, times = run_dir(config), times_dir(config)
         if (out / "summary.json").exists() and made_with(out) == source_digest():
             trained = json.loads((out / "summary.json").read_text())["run"]
             if trained == config.to_dict():

@@ -31,9 +31,10 @@ import torch.distributed as dist
 from lowcomm.codecs import BLOCK as CODEC_BLOCK
 from lowcomm.codecs import SmallFloat
 from lowcomm.comm import run_threads, world_from_torchrun
-from lowcomm.config import ROOT, run_config
+from lowcomm.config import ROOT
 from lowcomm.data import TokenData, prepared
 from lowcomm.model import Decoder
+from lowcomm.params import run_config
 from lowcomm.train import Trainer, inner_optimizer, train
 
 BLOCK, BLOCKS = 50, 12

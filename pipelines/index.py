@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pandas as pd
 
-from lowcomm.config import BUILD, ROOT, load_params
+from lowcomm.config import BUILD, ROOT
+from lowcomm.params import load_params
 from lowcomm.report import markdown
 
 SCALES = ("paper", "gpu", "laptop")

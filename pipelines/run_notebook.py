@@ -18,7 +18,8 @@ from typing import Any
 import papermill
 import yaml
 
-from lowcomm.config import BUILD, ConfigError, load_params, nearest
+from lowcomm.config import BUILD, ConfigError, nearest
+from lowcomm.params import load_params
 
 
 def check_parameters(notebook: Path, parameters: dict[str, Any]) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from lowcomm.comm import World, run_threads
-from lowcomm.config import CorpusConfig, DataConfig, RunConfig, run_config
+from lowcomm.config import CorpusConfig, DataConfig, RunConfig
 from lowcomm.data import prepare
+from lowcomm.params import run_config
 from lowcomm.train import train
 
 VOCAB = 400

@@ -10,8 +10,9 @@ import pytest
 import torch
 import yaml
 
-from lowcomm.config import ROOT, ConfigError, build, load_params, overrides, run_config, run_seeds
+from lowcomm.config import ROOT, ConfigError, build
 from lowcomm.model import PRESETS, Decoder, ModelConfig
+from lowcomm.params import load_params, overrides, run_config, run_dir, run_points
 from tests.conftest import small_run
 
 PARAMS = load_params()
@@ -20,12 +21,18 @@ PARAMS = load_params()
 def test_every_run_and_method_is_valid_at_every_scale() -> None:
     params = copy.deepcopy(PARAMS)
     for method in params["methods"]:
-        params["runs"][f"with {method}"] = {"method": method, "corpus": "docstrings", "replicas": 2, "seeds": [0]}
+        params["runs"][f"with {method}"] = {
+            "method": method,
+            "corpus": "docstrings",
+            "replicas": 2,
+            "size": "base",
+            "seeds": [0],
+        }
     for scale in params["scales"]:
         for run in params["runs"]:
-            config = run_config(run, scale=scale, params=params)
-            with torch.device("meta"):  # the paper's sizes are built, not run
-                Decoder(config.model)
+            for config in run_points(run, scale=scale, params=params):
+                with torch.device("meta"):  # the paper's sizes are built, not run
+                    Decoder(config.model)
 
 
 def test_numbers_that_yaml_reads_as_strings_are_numbers() -> None:
@@ -141,8 +148,27 @@ def test_identity_leaves_out_the_wire() -> None:
 
 
 def test_the_smoke_scale_takes_one_seed() -> None:
-    assert run_seeds("diloco_m2", scale="laptop") == [0, 1, 2]
-    assert run_seeds("diloco_m2", scale="smoke") == [0]
+    assert [c.seed for c in run_points("diloco_m2", scale="laptop")] == [0, 1, 2]
+    assert [c.seed for c in run_points("diloco_m2", scale="smoke")] == [0]
+
+
+def test_variants_make_a_sweep() -> None:
+    params = copy.deepcopy(PARAMS)
+    params["scales"]["smoke"]["sizes"]["short"] = {"train": {"steps": 60}}
+    variants = {"often": {"method": {"sync_every_steps": 5}}, "short": {"size": "short", "replicas": 4}}
+    params["runs"]["diloco_m2"] |= {"variants": variants, "seeds": [3, 4]}
+    points = run_points("diloco_m2", scale="laptop", params=params | {"scales": {"laptop": params["scales"]["smoke"]}})
+    assert [(c.variant, c.seed) for c in points] == [("often", 3), ("often", 4), ("short", 3), ("short", 4)]
+    assert [c.method.sync_every_steps for c in points] == [5, 5, 30, 30]
+    assert [(c.train.steps, c.replicas) for c in points[1:3]] == [(200, 2), (60, 4)]
+    assert len({run_dir(c) for c in points}) == 4
+    assert run_dir(points[0]).parts[-3:] == ("diloco_m2", "often", "seed3")
+    with pytest.raises(ConfigError, match="run diloco_m2 is a sweep: choose one of its variants, often, short"):
+        run_config("diloco_m2", scale="smoke", params=params)
+    with pytest.raises(ConfigError, match="no variant of diloco_m2 named 'shrt'; did you mean 'short'"):
+        run_config("diloco_m2", variant="shrt", scale="smoke", params=params)
+    with pytest.raises(ConfigError, match="no variant of diloco_m4 named 'often'"):
+        run_config("diloco_m4", variant="often", scale="smoke", params=params)
 
 
 def test_params_file_keys_are_checked(tmp_path) -> None:

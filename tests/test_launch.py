@@ -36,7 +36,7 @@ def test_launch_refuses_bad_settings_before_it_starts(tmp_path: Path) -> None:
 
 
 def test_a_failing_rank_fails_the_launch_with_its_message(tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match=r"(?s)diloco_m2 failed with exit code 1.*no corpus in .*nowhere"):
+    with pytest.raises(LaunchError, match=r"(?s)diloco_m2, seed 0 failed with exit code 1.*no corpus in .*nowhere"):
         launch(
             "diloco_m2",
             scale="smoke",

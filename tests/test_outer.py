@@ -14,9 +14,10 @@ from lowcomm.codecs import make_codec
 from lowcomm.comm import World, run_threads
 from lowcomm.config import RunConfig
 from lowcomm.data import TokenData
+from lowcomm.fragment import Momentum, flatten
 from lowcomm.metrics import read_metrics
 from lowcomm.model import Decoder
-from lowcomm.outer import Momentum, flatten, pairwise_cosine
+from lowcomm.outer import pairwise_cosine
 from lowcomm.peers import PEERS
 from lowcomm.train import Trainer, inner_optimizer, learning_rate, train
 from tests.conftest import command_line, small_run, train_in_threads
@@ -111,12 +112,13 @@ def test_outer_momentum_is_torch_sgd_bit_for_bit(nesterov: bool) -> None:
     phi = torch.randn(100, generator=generator)
     theirs = phi.clone().requires_grad_()
     reference = torch.optim.SGD([theirs], lr=0.4, momentum=0.9, nesterov=nesterov)
-    ours = Momentum(phi, 0.4, 0.9, nesterov=nesterov)
+    ours = Momentum(0.4, 0.9, nesterov=nesterov)
+    buffers = ours.buffers(phi)
     for _ in range(5):
         delta = torch.randn(100, generator=generator)
         theirs.grad = delta.clone()
         reference.step()
-        ours.step(phi, delta)
+        ours.step(phi, delta, buffers)
     assert torch.equal(phi, theirs.detach())
 
 
@@ -128,7 +130,8 @@ def test_one_outer_step_by_hand() -> None:
     Buffer 0.9 * 0.4 + 0.2 = 0.56; step 0.5 (0.2 + 0.9 * 0.56) = 0.352, phi = 0.268.
     """
     phi = torch.tensor([1.0])
-    outer = Momentum(phi, lr=0.5, momentum=0.9, nesterov=True)
+    outer = Momentum(lr=0.5, momentum=0.9, nesterov=True)
+    buffers = outer.buffers(phi)
     for thetas, expected in (((0.8, 0.4), 0.62), ((0.52, 0.32), 0.268)):
 
         def work(world: World, thetas=thetas) -> torch.Tensor:
@@ -136,7 +139,7 @@ def test_one_outer_step_by_hand() -> None:
             return PEERS["all"].mean_async(world, delta, make_codec("fp32"), purpose="outer", seed=0).wait()
 
         delta = run_threads(work, replicas=2)[0]
-        outer.step(phi, delta)
+        outer.step(phi, delta, buffers)
         assert phi.item() == pytest.approx(expected, abs=1e-6)
 
 
@@ -158,7 +161,7 @@ def test_evaluation_sees_the_outer_parameters_and_puts_the_inner_back(corpus: Pa
 
     def look(trainer: Trainer, row: dict) -> None:
         before = flatten(list(trainer.model.parameters()))
-        with trainer.engine.evaluated():
+        with trainer.engine.evaluated("agreed"):
             inside = flatten(list(trainer.model.parameters()))
         after = flatten(list(trainer.model.parameters()))
         seen.append((torch.equal(inside, trainer.engine.state()["0/agreed"]), torch.equal(before, after)))

@@ -13,7 +13,8 @@ import nbformat
 import pytest
 import yaml
 
-from lowcomm.config import ROOT, ConfigError, load_params
+from lowcomm.config import ROOT, ConfigError
+from lowcomm.params import load_params
 from lowcomm.report import paper
 from pipelines.clean import cleaned
 from pipelines.index import BEGIN, END, index, readme_block, with_block
