@@ -62,7 +62,7 @@ class Op:
         self.step = self.world.step
         self.name = f"{verb} of {agreed} for {purpose!r}"
         self.submitted = self.finished = self.world.clock.now()
-        self.nbytes = 0
+        self.nbytes = self.phases = 0
         self.handed = self._mark()  # on a GPU: the caller's stream up to here, which the wire's stream awaits
         self.left: torch.cuda.Event | None = None  # and the other way round
 
@@ -97,6 +97,7 @@ class Op:
         """
         _used_here([x for _, x in (*out, *into)])
         axis, link, ranks = self.axis, self.axis.link, self.axis.ranks
+        self.phases += 1
         timed = link != Link() or self.world.clock.is_virtual  # else senders' clocks are none of our business
         bare = agreed and not timed
         outgoing, taken = [], []
@@ -153,6 +154,7 @@ class Op:
                     self.purpose,
                     self.step,
                     self.nbytes,
+                    self.phases,
                     self.submitted,
                     self.finished,
                     entered,

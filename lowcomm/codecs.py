@@ -8,7 +8,8 @@
     dare               random values, scaled by 1 / keep (DARE), so that the sum is unbiased
 
 Small floats and int8 share a scale among each block of `BLOCK` values and are packed to the bit: E3M0 takes 4 bits a
-value and 8 bits a block. Every code is finite; NaN and infinities are refused by name.
+value and 8 bits a block. Every code is finite; NaN and infinities are refused by name. On a GPU, small floats of 4 and
+8 bits are fused kernels (`kernels`) where Triton is installed, and else the same operations as on the CPU.
 
 To add a codec, write a class with `encode`, `decode` and `nbytes` here, enter it in `make_codec`, and list its name in
 `config.CODECS`; `method.codec` in params.yaml then accepts it.
@@ -16,8 +17,10 @@ To add a codec, write a class with `encode`, `decode` and `nbytes` here, enter i
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Protocol
 
 import torch
@@ -86,7 +89,7 @@ class Cast:
 
 
 class SmallFloat:
-    """Sign, `exponent` bits and `mantissa` bits, rounded to nearest: ties away from zero, once in fp32.
+    """Sign, `exponent` bits and `mantissa` bits, rounded to nearest, ties away from zero.
 
     A block's largest magnitude, rounded to the mantissa, has the largest exponent, which travels as one byte
     (biased by 127, and so large that every code is zero or a normal float). Relative to it the codes are
@@ -103,7 +106,7 @@ class SmallFloat:
     def __init__(self, exponent: int, mantissa: int):
         if not 2 <= exponent <= 5 or not 0 <= mantissa <= 7 - exponent:
             raise ValueError(f"e{exponent}m{mantissa} needs 2 to 5 exponent bits and at most 8 bits in all")
-        self.mantissa, self.bits = mantissa, 1 + exponent + mantissa
+        self.exponent, self.mantissa, self.bits = exponent, mantissa, 1 + exponent + mantissa
         self.e_min = 2 - 2**exponent
         self.least_scale = 2 - self.e_min + mantissa
         codes = torch.arange(2 ** (exponent + mantissa))
@@ -116,11 +119,17 @@ class SmallFloat:
         #: Value of every code, relative to the block's scale.
         self.values = torch.cat([magnitudes, -magnitudes])
 
+    def _fused(self, device: torch.device) -> ModuleType | None:
+        return _kernels() if device.type == "cuda" and self.bits in (4, 8) else None
+
     def encode(self, x: Tensor, seed: int = 0) -> Tensor:
-        packed = torch.empty(self.nbytes(x.numel()), dtype=torch.uint8, device=x.device)
-        scratch = _Scratch(x.device)
-        for values, scales, codes in _blocks(x, packed, self.bits):
-            self._encode(values, scales, codes, scratch)
+        if fused := self._fused(x.device):
+            packed = fused.encode(x, self.exponent, self.mantissa)
+        else:
+            packed = torch.empty(self.nbytes(x.numel()), dtype=torch.uint8, device=x.device)
+            scratch = _Scratch(x.device)
+            for values, scales, codes in _blocks(x, packed, self.bits):
+                self._encode(values, scales, codes, scratch)
         scales = packed[: -(-x.numel() // BLOCK)]
         if scales.numel() and scales.max() > 253:  # no scale to divide by: too large, infinite or NaN
             refuse_non_finite(x, x.abs())
@@ -135,6 +144,7 @@ class SmallFloat:
         top = ((y.amax(1).view(torch.int32) >> (22 - m)) + 1) >> (m + 1)  # biased exponent of the largest, rounded
         scales.copy_(top.clamp_(self.least_scale, 255))
         y.mul_(((254 - top) << 23).view(torch.float32)[:, None])  # times 2^-exponent: below 2
+        y.view(torch.int32).bitwise_and_(-4096)  # bits that decide nothing, and would be rounded in the sum below
         # A float's bits count its values, so rounding is adding half and dropping bits. Below 2^e_min codes are
         # evenly spaced: as the bits of y + 2^e_min are. Of the two counts the larger is right in either range.
         offset = half - ((126 + self.e_min) << 23)
@@ -145,6 +155,8 @@ class SmallFloat:
         _pack(code.bitwise_or_(sign.bitwise_and_(1 << (self.bits - 1))), packed, self.bits)
 
     def decode(self, packed: Tensor, numel: int) -> Tensor:
+        if fused := self._fused(packed.device):
+            return fused.decode(packed, numel, self.exponent, self.mantissa)
         x = torch.empty(numel, device=packed.device)
         scratch = _Scratch(packed.device)
         for values, scales, codes in _blocks(x, packed, self.bits):
@@ -313,6 +325,16 @@ def make_codec(name: str, keep: float = 1.0) -> Codec:
         "dropout": lambda: RandomKeep(keep, 1.0),
         "dare": lambda: RandomKeep(keep, 1 / keep),
     }[name]()
+
+
+@functools.cache
+def _kernels() -> ModuleType | None:
+    """`lowcomm.kernels` where Triton is installed: it comes with torch's builds for GPUs."""
+    try:
+        from lowcomm import kernels
+    except ImportError:
+        return None
+    return kernels
 
 
 def _kept(numel: int, keep: float) -> int:

@@ -198,7 +198,7 @@ class World:
         state = op.axis
         nbytes = mean_bytes(x.numel(), x.element_size(), state.size, state.index)  # nominal: a ring's
         self.ledger.bill(state.name, op.purpose, op.step, nbytes)
-        op.nbytes = nbytes
+        op.nbytes, op.phases = nbytes, 2
         self.transport.all_reduce(x, state.group)
         return x.div_(state.size) if verb == "mean" else x
 

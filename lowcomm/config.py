@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import hashlib
 import json
 import math
 import types
@@ -32,14 +31,6 @@ CODECS = (
     *(f"e{e}m{m}" for e in range(2, 6) for m in range(8 - e)),
     *_SPARSE,
 )
-
-
-def source_digest() -> str:
-    """SHA-256 over the package's source: what a run was made with."""
-    digest = hashlib.sha256()
-    for path in sorted((ROOT / "lowcomm").glob("*.py")):
-        digest.update(path.name.encode() + path.read_bytes())
-    return digest.hexdigest()
 
 
 class ConfigError(ValueError):
@@ -232,6 +223,10 @@ class RunConfig:
             )
         if m.exchange == "parameters":
             self._check_overlap()
+        if m.trainable == "next_fragment" and t.compile:
+            raise ConfigError(
+                "train.compile = true compiles anew for each fragment that trainable = next_fragment thaws"
+            )
         if m.codec_keep != 1.0 and m.codec not in _SPARSE:
             raise ConfigError(f"method.codec_keep means nothing with codec {m.codec}: it sends all values")
         if m.codec_keep > 1.0:

@@ -9,6 +9,7 @@ To add an outer optimizer, write a class with `buffers` and `step` here, enter i
 
 from __future__ import annotations
 
+import functools
 from typing import Protocol
 
 import torch
@@ -78,6 +79,12 @@ def unflatten_into(flat: Tensor, tensors: list[Tensor]) -> None:
         torch._foreach_copy_(tensors, [p.view(t.shape) for p, t in zip(parts, tensors, strict=True)])
 
 
+@functools.cache
+def _copying(device: torch.device) -> torch.cuda.Stream:
+    """The stream on which outer state travels: one a GPU, so that what one fragment frees another can use."""
+    return torch.cuda.Stream(device)
+
+
 class OuterState:
     """Named flat tensors at home, on the device or in the CPU's memory, and copies of them where they are used.
 
@@ -89,7 +96,7 @@ class OuterState:
         self.names = tuple(values)
         self.device = values[self.names[0]].device
         on_gpu = self.device.type == "cuda"
-        self._stream = torch.cuda.Stream(self.device) if offload and on_gpu else None
+        self._stream = _copying(self.device) if offload and on_gpu else None
         self._ready: torch.cuda.Event | None = None
         self._here = values
         if offload:
@@ -177,12 +184,14 @@ class Fragment:
         self._state.fetch(*(self._state.names if whole else ["agreed"]))
 
     def delta(self) -> Tensor:
-        """The outer gradient, agreed minus the replica's own; or the latter itself, where parameters are averaged."""
+        """The outer gradient: agreed minus the replica's own parameters."""
         theta = flatten(self.parameters).float()
-        if self.sends_parameters:
-            return theta
         (agreed,) = self._state.use("agreed")
         return torch.sub(agreed, theta, out=theta)
+
+    def message(self) -> Tensor:
+        """What is to be averaged: the outer gradient, or the parameters themselves."""
+        return flatten(self.parameters).float() if self.sends_parameters else self.delta()
 
     def apply(self, mean: Tensor, mixing: float) -> None:
         """Take the outer step with the mean of what was sent, then mix: theta <- alpha theta + (1 - alpha) agreed."""

@@ -7,6 +7,7 @@ notice, write a checkpoint and stop.
 
 from __future__ import annotations
 
+import hashlib
 import html
 import json
 import os
@@ -20,9 +21,10 @@ from typing import Any
 
 from tqdm import tqdm
 
-from lowcomm.config import BUILD, ROOT, RunConfig, source_digest
-from lowcomm.metrics import MADE_WITH, clear_run, made_with, strangers
+from lowcomm.config import BUILD, ROOT, RunConfig
+from lowcomm.metrics import MADE_WITH, clear_run, complete, made_with, strangers
 from lowcomm.params import data_dir, overrides, run_config, run_dir, run_points, times_dir
+from lowcomm.source import source_digest
 from lowcomm.stop import LAUNCHER_VARIABLE
 
 #: glibc gives large blocks back to the system after each step and faults them in anew; keeping them saves a tenth.
@@ -206,26 +208,36 @@ def launch(
     return json.loads((job.out / "summary.json").read_text())
 
 
-#: In a run's folder while `launch_all` is at it; holds the digest of the source.
+#: In a run's folder while `launch_all` is at it; holds the digests of the source and of the corpus.
 _UNFINISHED = "unfinished"
 
 
-def launch_all(run: str, *, scale: str | None = None) -> list[dict[str, Any]]:
+def launch_all(
+    run: str,
+    *,
+    scale: str | None = None,
+    settings: list[str] | None = None,
+    out: Path | None = None,
+    data: Path | None = None,
+) -> list[dict[str, Any]]:
     """Train all variants and seeds of a run under torchrun, one after the other; returns their summaries in order.
 
-    What an earlier call left complete is trained anew, unless that call was interrupted and the source is the same:
-    then this one goes on where it stopped. Raises as `launch`.
+    Args: as `launch`; `out` holds a folder for each variant and seed.
+
+    What an earlier call left complete is trained anew, unless that call was interrupted and source and corpus are the
+    same: then this one goes on where it stopped. Raises as `launch`.
     """
-    points = run_points(run, scale=scale)
-    jobs = [_Job(config, run_dir(config)) for config in points]
+    settings = settings or []
+    points = run_points(run, scale=scale, **overrides(settings))
     scale = points[0].scale
-    root = BUILD / "runs" / scale / run
+    root = out or BUILD / "runs" / scale / run
+    jobs = [_Job(config, run_dir(config, root)) for config in points]
+    card = (data or data_dir(points[0].data.corpus, scale)) / "card.json"
+    made_from = f"{source_digest()} {hashlib.sha256(card.read_bytes()).hexdigest() if card.exists() else 'no corpus'}"
     marker = root / _UNFINISHED
-    goes_on = marker.exists() and marker.read_text() == source_digest()
+    goes_on = marker.exists() and marker.read_text() == made_from
     for job in jobs:
-        done = job.out / "summary.json"
-        same = done.exists() and json.loads(done.read_text())["run"] == job.config.to_dict()
-        _clear(job, keep=goes_on and (same or not done.exists()))
+        _clear(job, keep=goes_on and (complete(job.out, job.config) or not (job.out / "summary.json").exists()))
     for mark in list(root.rglob(MADE_WITH)):  # of variants and seeds that params.yaml no longer has
         if mark.parent not in {job.out for job in jobs}:
             clear_run(mark.parent)
@@ -233,10 +245,13 @@ def launch_all(run: str, *, scale: str | None = None) -> list[dict[str, Any]]:
                 if folder != root and not any(folder.iterdir()):
                     folder.rmdir()
     root.mkdir(parents=True, exist_ok=True)
-    marker.write_text(source_digest())
+    marker.write_text(made_from)
+    words = [run, "--scale", scale, "--all"] + [w for s in settings for w in ("--set", s)]
+    words += (["--out", str(out)] if out else []) + (["--data", str(data)] if data else [])
+    log_path = (out.with_name(f"{out.name}-log") if out else BUILD / "times" / scale / "runs" / run) / "log.txt"
     for replicas in sorted({c.replicas for c in points}):
         some = [j for j in jobs if j.config.replicas == replicas and not (j.out / "summary.json").exists()]
         if some:
-            _torchrun(some, [run, "--scale", scale, "--all"], BUILD / "times" / scale / "runs" / run / "log.txt")
+            _torchrun(some, words, log_path)
     marker.unlink()
     return [json.loads((job.out / "summary.json").read_text()) for job in jobs]

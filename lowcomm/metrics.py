@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lowcomm.config import BUILD, ConfigError
+from lowcomm.config import BUILD, ConfigError, RunConfig
 from lowcomm.params import run_dir, run_points
 
 
@@ -48,16 +48,23 @@ class Metrics:
         self._file.close()
 
 
-#: Holds `config.source_digest()`: marks a folder as a run's, and says what it was made with.
+#: Holds `source.source_digest()`: marks a folder as a run's, and says what it was made with.
 MADE_WITH = "source.sha256"
 
 
-_FOLDERS, _FILES = ("metrics", "checkpoints"), ("summary.json", "model.safetensors", MADE_WITH)
+_FOLDERS = ("metrics", "checkpoints")
+_FILES = ("summary.json", "summary.tmp", "model.safetensors", MADE_WITH)
 
 
 def made_with(out: Path) -> str | None:
     """Digest of the source that made the run in a folder; None where there is none."""
     return (out / MADE_WITH).read_text() if (out / MADE_WITH).exists() else None
+
+
+def complete(out: Path, config: RunConfig) -> bool:
+    """Whether a folder holds the whole run of a configuration."""
+    path = out / "summary.json"
+    return path.exists() and json.loads(path.read_text())["run"] == config.to_dict()
 
 
 def strangers(out: Path) -> list[str]:

@@ -175,10 +175,9 @@ class LocalUpdates:
 
     def _send(self, index: int, step: int, logged: dict[str, float]) -> None:
         fragment = self.fragments[index]
-        sent = fragment.delta()
+        sent = fragment.message()
         if self.method.record_cosine and self.world.replicas > 1:
-            delta = fragment.agreed - sent if fragment.sends_parameters else sent
-            deltas = self.world.exchange(delta, purpose="analysis")
+            deltas = self.world.exchange(fragment.delta(), purpose="analysis")
             logged["cosine" if len(self.fragments) == 1 else f"cosine_{index}"] = pairwise_cosine(deltas)
         turn = (step * len(self.fragments) + index) * self.world.replicas + self.world.replica
         seed = self.seed << 40 | turn  # of the codec's random choices: others at each turn of each replica
@@ -206,7 +205,7 @@ class LocalUpdates:
             elif which == "first_replica":
                 shown = self.world.broadcast(own.clone(), purpose="analysis")
             else:
-                shown = self.world.mean(own.float(), purpose="analysis")
+                shown = self.world.mean(own.clone().float(), purpose="analysis")
             unflatten_into(shown, fragment.parameters)
         try:
             yield

@@ -3,7 +3,7 @@
 It holds four dictionaries. `scales.<scale>` gives every number a run needs, and `sizes` that change some of them;
 `methods.<method>` names a combination of the independent choices; `corpora.<corpus>` says where text comes from.
 `runs.<run>` names a method, a corpus, a replica count, a size and seeds, and may override any section; with `variants`
-it is a sweep: each variant overrides once more, its size too, and is trained with every seed.
+it is a sweep: each variant overrides once more, its size and seeds too.
 """
 
 from __future__ import annotations
@@ -63,9 +63,14 @@ def _entry(run: str, params: dict[str, Any]) -> dict[str, Any]:
     for key in entry:
         if key not in _RUN_KEYS:
             raise ConfigError(f"unknown key runs.{run}.{key}{nearest(key, _RUN_KEYS)}")
-    seeds = entry["seeds"]
-    if not isinstance(seeds, list) or not seeds or not all(type(s) is int and s >= 0 for s in seeds):
-        raise ConfigError(f"runs.{run}.seeds = {seeds!r} must be a list of at least one whole number from 0")
+    variants = entry.get("variants", {"": {}})
+    if not isinstance(variants, dict) or not variants or not all(isinstance(c, dict) for c in variants.values()):
+        raise ConfigError(f"runs.{run}.variants must name at least one variant, each a mapping ({{}} changes nothing)")
+    variants = {f"{run}.variants.{name}": change for name, change in variants.items()}
+    for name, change in {run: entry, **variants}.items():
+        seeds = change.get("seeds", [0])
+        if not isinstance(seeds, list) or not seeds or not all(type(s) is int and s >= 0 for s in seeds):
+            raise ConfigError(f"runs.{name}.seeds = {seeds!r} must be a list of at least one whole number from 0")
     return entry
 
 
@@ -93,6 +98,7 @@ def run_config(
     if variant not in variants and not variant:
         raise ConfigError(f"run {run} is a sweep: choose one of its variants, {', '.join(variants)}")
     change = dict(pick(variants, variant, f"variant of {run}"))
+    seeds = change.pop("seeds", entry["seeds"])
     layers = (
         pick(sizes, change.pop("size", entry["size"]), "size"),
         {"data": {"corpus": entry["corpus"]}, "replicas": entry["replicas"]},
@@ -108,7 +114,7 @@ def run_config(
     if "preset" in model:
         model = asdict(pick(PRESETS, model.pop("preset"), "preset")) | model
     sections["model"] = model
-    sections |= {"name": run, "variant": variant, "scale": scale, "seed": entry["seeds"][0] if seed is None else seed}
+    sections |= {"name": run, "variant": variant, "scale": scale, "seed": seeds[0] if seed is None else seed}
     return build(RunConfig, sections, f"{run}.{variant}" if variant else run)
 
 
@@ -117,11 +123,10 @@ def run_points(run: str, *, scale: str | None = None, params: dict | None = None
     params = params or load_params()
     scale = scale or params["scale"]
     entry = _entry(run, params)
-    seeds = entry["seeds"][:1] if scale == "smoke" else entry["seeds"]
     return [
         run_config(run, variant=variant, seed=seed, scale=scale, params=params, **override)
-        for variant in entry.get("variants", {"": {}})
-        for seed in seeds
+        for variant, change in entry.get("variants", {"": {}}).items()
+        for seed in change.get("seeds", entry["seeds"])[: 1 if scale == "smoke" else None]
     ]
 
 

@@ -48,6 +48,13 @@ def plus_minus(values: Sequence[float], digits: int = 3) -> str:
     return f"{mean} ± {spread(values):.{digits}f} ({len(values)})" if len(values) > 1 else f"{mean} (1)"
 
 
+def verdict(holds: bool | None, *, judged: bool = True) -> str:
+    """Whether a claim is borne out; None: the noise hides it. Not `judged`: one seed has no spread to be judged by."""
+    if not judged:
+        return "Not judged (one seed)"
+    return {True: "Borne out", False: "Not borne out", None: "Not resolved"}[holds]
+
+
 def si_bytes(nbytes: float) -> str:
     """Bytes in decimal units, three significant digits."""
     for unit in ("B", "kB", "MB", "GB", "TB"):

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from lowcomm.accounting import ring_seconds
+from lowcomm.accounting import Encoding, encoded_mean_bytes, encoded_mean_in_shares, ring_seconds
 from lowcomm.streaming import Pattern, Schedule, layer_fragments
 
 Seconds = NDArray[np.float64] | float
@@ -81,14 +81,16 @@ class Workload:
 class Exchange:
     """What a method sends, and when. Layers in no fragment are never sent; a fragment may be empty (the embedding).
 
-    `bits_per_parameter` is what a ring moves of each parameter, in both of its phases. For two replicas that is also
-    what they send when encoded values are gathered; for more, gathering sends more than a ring.
+    `bits_per_parameter` is what a ring moves of each parameter, in both of its phases. With a `codec`, what `World`
+    sends is counted instead: encoded values gathered or reduced in shares (`accounting.encoded_mean_bytes`). For two
+    replicas both are the same; more send more than a ring would.
     """
 
     fragments: tuple[tuple[int, ...], ...]
     sync_every_steps: int  # H
     overlap_steps: int = 0  # tau
     bits_per_parameter: float = 16.0
+    codec: Encoding | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.overlap_steps < self.sync_every_steps:
@@ -99,6 +101,16 @@ class Exchange:
         layers = [layer for fragment in self.fragments for layer in fragment]
         if len(set(layers)) != len(layers):
             raise ValueError(f"fragments {self.fragments} share a layer")
+
+    def reduction(self, numel: float, replicas: int, bits_per_second: Seconds, latency_s: float = 0.0) -> Seconds:
+        """Seconds to reduce `numel` parameters over `replicas`."""
+        if self.codec is None:
+            return ring_seconds(numel * self.bits_per_parameter / 8, replicas, bits_per_second, latency_s)
+        if replicas == 1:
+            return 0.0
+        phases = 2 if encoded_mean_in_shares(round(numel), self.codec, replicas) else 1
+        nbytes = encoded_mean_bytes(round(numel), self.codec, replicas)
+        return 8 * nbytes / bits_per_second + phases * latency_s
 
 
 def data_parallel(layers: int, **kwargs: float) -> Exchange:
@@ -166,11 +178,11 @@ def compute_utilisation(
 
     One round of H steps (at least 30) goes by first; what then takes `rounds` rounds is compared with their computing.
     """
-    payload_bytes = work.parameters / work.layers * exchange.bits_per_parameter / 8
     if replicas < 1:
         raise ValueError(f"replicas must be at least 1, got {replicas}")
     bits_per_second = np.asarray(gbit_per_s, dtype=np.float64) * 1e9
-    reduction = np.zeros_like(bits_per_second) + ring_seconds(payload_bytes, replicas, bits_per_second, latency_s)
+    a_layer = work.parameters / work.layers
+    reduction = np.zeros_like(bits_per_second) + exchange.reduction(a_layer, replicas, bits_per_second, latency_s)
     length = exchange.sync_every_steps * -(-30 // exchange.sync_every_steps)
     first = 2 * exchange.sync_every_steps
     began = train_steps(Timeline(), work, exchange, range(first, first + (rounds + 1) * length + 1), reduction)

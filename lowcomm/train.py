@@ -37,14 +37,16 @@ from lowcomm.accounting import parameters as count_parameters
 from lowcomm.accounting import training_flops
 from lowcomm.checkpoint import Checkpoints, save_tensors
 from lowcomm.comm import World, run_threads, world_from_torchrun
-from lowcomm.config import ConfigError, RunConfig, TrainConfig, source_digest
+from lowcomm.config import ConfigError, RunConfig, TrainConfig
 from lowcomm.data import TokenData
-from lowcomm.metrics import MADE_WITH, Metrics, clear_run, read_metrics
+from lowcomm.metrics import MADE_WITH, Metrics, clear_run, complete, made_with, read_metrics
 from lowcomm.model import Decoder
 from lowcomm.outer import DataParallel, Engine, Evaluated, LocalUpdates
+from lowcomm.source import source_digest
 from lowcomm.stop import StopAgreement, requested, stop_between_runs, stop_on_signals
 
 log = logging.getLogger("lowcomm")
+_SOURCE = source_digest()  # as it is when it is loaded
 
 
 def learning_rate(step: int, t: TrainConfig) -> float:
@@ -98,6 +100,10 @@ class Trainer:
                     f"data.{key} = {value}, but the corpus was prepared with {was}:"
                     f" prepare it again (dvc repro data@{config.data.corpus})"
                 )
+        if config.train.compile:
+            torch.compiler.reset()  # what an earlier run in this process compiled must not decide what this one does
+        if world.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(world.device)
         self.model = Decoder(config.model).initialise(config.seed).to(world.device)
         self.engine = make_engine(self.model, world, config)
         self.optimizer = inner_optimizer(self.model, config.train)
@@ -223,7 +229,9 @@ def train(
     else:
         if world.rank == 0:
             clear_run(out)
-            (out / MADE_WITH).write_text(source_digest())
+            (out / MADE_WITH).write_text(_SOURCE)
+            for old in times.glob("trace-*.jsonl"):
+                old.unlink()
         world.barrier()
         if (epochs := t.steps / data.epoch_steps()) > 1 and world.rank == 0:
             log.info("%s sees its training windows %.1f times", config.name, epochs)
@@ -323,7 +331,8 @@ def _finish(trainer: Trainer, checkpoints: Checkpoints, out: Path, times: Path) 
         for old in times.glob("elapsed-*.json"):
             old.unlink()
         save_tensors(weights, out / "model.safetensors")
-        (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+        (out / "summary.tmp").write_text(json.dumps(summary, indent=1) + "\n")
+        (out / "summary.tmp").rename(out / "summary.json")  # there only when the run is complete
     checkpoints.clear()
     return summary
 
@@ -348,9 +357,16 @@ def _jobs(args: argparse.Namespace) -> list[tuple[RunConfig, Path, Path, Path]]:
     jobs = []
     for run in configs:
         out = params.run_dir(run, args.out) if args.all or not args.out else args.out
-        times = args.times or (out.with_name(out.name + "-times") if args.out else params.times_dir(run))
-        if not (args.all and (out / "summary.json").exists()):
+        times = args.out.with_name(f"{args.out.name}-times") if args.out else None
+        times = args.times or (times if times and not args.all else params.times_dir(run, times))
+        if args.all and made_with(out) == _SOURCE and complete(out, run):
+            log.info("%s is complete", out)
+        else:
             jobs.append((run, out, times, args.data or params.data_dir(run.data.corpus, run.scale)))
+    if len({(run.comm.backend, run.comm.timeout_s) for run, *_ in jobs}) > 1:
+        raise ConfigError(
+            f"the variants of {args.run} share a transport: comm.backend and comm.timeout_s must be equal"
+        )
     return jobs
 
 

@@ -146,7 +146,9 @@ class ThreadTransport:
         taken = []
         for dst, header, payload in out:
             # A copy, because the sender may change its tensor before the receiver looks.
-            self.hub.box(self.rank, dst, channel).put((header, payload.clone()))
+            copy = payload.clone()
+            made = torch.cuda.current_stream(copy.device).record_event() if copy.is_cuda else None
+            self.hub.box(self.rank, dst, channel).put((header, copy, made))
         for src, _, accept in into:
             box = self.hub.box(src, self.rank, channel)  # before the check: an abort wakes the boxes it finds
             if self.hub.aborted:
@@ -157,7 +159,11 @@ class ThreadTransport:
                 raise CommError(f"no word from rank {src} in {self.hub.timeout_s:g} s") from None
             if message is None:
                 raise CommError(self.hub.aborted)
-            header, payload = message
+            header, payload, made = message
+            if made is not None:  # each rank's wire has a stream of its own
+                stream = torch.cuda.current_stream(payload.device)
+                stream.wait_event(made)
+                payload.record_stream(stream)
             buffer = accept(None if bare else header)
             if consume:
                 taken.append(payload)

@@ -131,6 +131,7 @@ class Span:
     purpose: str
     step: int
     nbytes: int
+    phases: int  # swaps of messages, one after the other
     submitted: float  # handed to the wire
     finished: float  # all of it arrived
     entered_wait: float  # the rank began to need it

@@ -8,10 +8,10 @@ import os
 import pytest
 
 from lowcomm.comm import run_threads
-from lowcomm.config import source_digest
 from lowcomm.data import prepared
 from lowcomm.metrics import made_with
 from lowcomm.params import load_params, run_dir, run_points, times_dir
+from lowcomm.source import source_digest
 from lowcomm.train import train
 
 

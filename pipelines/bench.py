@@ -6,8 +6,10 @@
 2. The engine's share of a step without exchange.
 3. The seconds of an fp32 outer exchange over those of torch.distributed's all-reduce of the same tensor, like for
    like: `World.sum` over the bare all-reduce, `World.mean` over the all-reduce and a division.
-4. E3M0 to and from bytes, on one core: its speed as a share of a memory copy's, and the seconds of a plain PyTorch
-   expression of the same over its own.
+4. E3M0 to and from bytes, on the GPU or one core: its speed as a share of a memory copy's, and the seconds of a plain
+   PyTorch expression of the same over its own.
+5. Streaming DiLoCo over an emulated link of 80 Mbit/s: the share of the transfers that a long tau hides, and the
+   compute utilisation over that of the trace's replay.
 
 In 1 the two alternate in blocks inside one process, in 3 call by call inside the same ranks, so that a
 machine whose speed drifts slows both. Medians are quoted, with the quartiles.
@@ -29,12 +31,13 @@ import torch
 import torch.distributed as dist
 
 from lowcomm.codecs import BLOCK as CODEC_BLOCK
-from lowcomm.codecs import SmallFloat
-from lowcomm.comm import run_threads, world_from_torchrun
+from lowcomm.codecs import SmallFloat, make_codec
+from lowcomm.comm import default_device, run_threads, world_from_torchrun
 from lowcomm.config import ROOT
 from lowcomm.data import TokenData, prepared
 from lowcomm.model import Decoder
 from lowcomm.params import run_config
+from lowcomm.replay import hidden, read_traces, recorded, replay
 from lowcomm.train import Trainer, inner_optimizer, train
 
 BLOCK, BLOCKS = 50, 12
@@ -158,7 +161,7 @@ def _plain_encode(x: torch.Tensor, codec: SmallFloat) -> torch.Tensor:
     """What `SmallFloat.encode` computes for whole blocks of 4-bit codes, as one would write it down."""
     blocks = x.view(-1, CODEC_BLOCK)
     exponent = torch.floor(torch.log2(blocks.abs().amax(1, keepdim=True) / 1.5)) + 1  # 1.5 rounds up to 2
-    magnitudes = codec.values[: codec.values.numel() // 2]
+    magnitudes = codec.values[: codec.values.numel() // 2].to(x.device)
     code = torch.bucketize(blocks.abs() / 2**exponent, (magnitudes[1:] + magnitudes[:-1]) / 2, right=True)
     code = (code + 8 * torch.signbit(blocks)).to(torch.uint8)
     packed = code[:, : CODEC_BLOCK // 2] | code[:, CODEC_BLOCK // 2 :] << 4
@@ -169,13 +172,15 @@ def _plain_decode(packed: torch.Tensor, numel: int, codec: SmallFloat) -> torch.
     blocks = numel // CODEC_BLOCK
     bytes_ = packed[blocks:].view(blocks, -1)
     code = torch.cat([bytes_ & 15, bytes_ >> 4], dim=1)
-    return (codec.values[code.long()] * 2.0 ** (packed[:blocks].float() - 127)[:, None]).view(-1)
+    return (codec.values.to(packed.device)[code.long()] * 2.0 ** (packed[:blocks].float() - 127)[:, None]).view(-1)
 
 
-def codec_speed(numel: int = 2**22, calls: int = 20) -> dict[str, tuple[list[float], list[float]]]:
+def codec_speed(calls: int = 20) -> dict[str, tuple[list[float], list[float]]]:
     """{"encode" or "decode": (share of a copy's speed, plain seconds over ours)}, a value a call."""
-    codec = SmallFloat(3, 0)
-    x, there = torch.randn(numel), torch.empty(numel)
+    device = default_device()
+    numel = 2**22 if device.type == "cpu" else 2**27
+    codec = make_codec("e3m0")
+    x, there = torch.randn(numel, device=device), torch.empty(numel, device=device)
     packed = codec.encode(x)
     assert torch.equal(_plain_encode(x, codec), packed)
     assert torch.equal(_plain_decode(packed, numel, codec), codec.decode(packed, numel))
@@ -185,8 +190,11 @@ def codec_speed(numel: int = 2**22, calls: int = 20) -> dict[str, tuple[list[flo
     }
 
     def seconds(call: Callable[[], object]) -> float:
+        wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+        wait()
         begin = time.perf_counter()
         call()
+        wait()
         return time.perf_counter() - begin
 
     found = {}
@@ -194,6 +202,29 @@ def codec_speed(numel: int = 2**22, calls: int = 20) -> dict[str, tuple[list[flo
         rows = [(seconds(ours), seconds(lambda: there.copy_(x)), seconds(plain)) for _ in range(calls + 2)][2:]
         found[name] = [copy / own for own, copy, _ in rows], [other / own for own, _, other in rows]
     return found
+
+
+def overlap(tau: int = 8, runs: int = 4) -> tuple[list[float], list[float]]:
+    """(share of the transfers that tau hides, utilisation over the replay's), a value a run."""
+    data, steps = prepared("docstrings", "smoke"), 60
+    config = run_config(
+        "streaming_h30",
+        scale="smoke",
+        model={"dim": 192, "ffn_dim": 768, "heads": 4},
+        train={"steps": steps, "eval_every": 0, "eval_sequences": 4, "evaluate_also": []},
+        method={"sync_every_steps": 12, "layers_per_fragment": 1, "codec": "int8", "overlap_steps": [tau]},
+        comm={"link_mbit_per_s": 80, "link_latency_ms": 1, "trace": True},
+    )
+    shares, ratios = [], []
+    for _ in range(runs):
+        with tempfile.TemporaryDirectory() as folder:
+            out, times = Path(folder) / "run", Path(folder) / "times"
+            run_threads(lambda w, o=out, t=times: train(config, w, data, o, t), replicas=2, comm=config.comm)
+            traces = [[s for s in rank if s.step <= steps - tau] for rank in read_traces(times)]
+        shares.append(hidden(traces, "outer"))
+        again = replay(traces, 0.08, latency_s=0.001)
+        ratios.append(float(recorded(traces).utilisation / again.utilisation))
+    return shares, ratios
 
 
 def main() -> int:
@@ -209,6 +240,9 @@ def main() -> int:
     for name, (share, faster) in codec_speed().items():
         print(f"| E3M0 {name} over a memory copy of the fp32 values, speed | {quartiles(share)} | at least 0.25 |")
         print(f"| plain PyTorch's seconds over ours, E3M0 {name} | {quartiles(faster)} | at least 3 |")
+    shares, ratios = overlap()
+    print(f"| share of transfers at 80 Mbit/s that tau = 8 hides | {quartiles(shares)} | at least 0.9 |")
+    print(f"| compute utilisation over the replay's | {quartiles(ratios)} | 0.9 to 1.1 |")
     for ranks in RANKS:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowcomm.codecs import BLOCK, SmallFloat, make_codec
+from lowcomm.codecs import BLOCK, PowerOfTwo, SmallFloat, make_codec
 from lowcomm.config import CODECS
 
 SPARSE = ("topk", "dropout", "dare")
@@ -130,6 +130,32 @@ def test_zeros_and_the_least_floats_survive() -> None:
         assert codec.decode(codec.encode(torch.zeros(300)), 300).abs().max() == 0
         tiny = torch.full((300,), 1e-40)
         assert codec.decode(codec.encode(tiny), 300).abs().max() <= 2.0**-126
+
+
+@pytest.mark.parametrize("exponent", [2, 3, 4, 5])
+def test_floats_without_mantissa_are_the_general_ones(exponent: int) -> None:
+    general, quick = SmallFloat(exponent, 0), make_codec(f"e{exponent}m0")
+    assert type(quick) is PowerOfTwo
+    generator = torch.Generator().manual_seed(exponent)
+    powers = 2.0 ** torch.randint(-149, 127, (20_000,), generator=generator)
+    ties = powers * torch.tensor([1.0, 1.5, -1.5, 1.25]).repeat(5000)  # halfway between codes, and beside
+    nearly = ties.view(torch.int32) + torch.randint(-1, 2, ties.shape, generator=generator, dtype=torch.int32)
+    for x in (ties, nearly.view(torch.float32), torch.randn(70_001, generator=generator), torch.zeros(300)):
+        for part in (x, x[:1000].sort().values):
+            part = part.nan_to_num(0.0, 0.0, 0.0).clamp(-(2.0**126), 2.0**126)
+            packed = general.encode(part)
+            assert torch.equal(quick.encode(part), packed)
+            values = quick.decode(packed, part.numel())
+            assert torch.equal(values.view(torch.int32), general.decode(packed, part.numel()).view(torch.int32))
+
+
+def test_every_value_is_zero_or_a_normal_float() -> None:
+    """So that devices which flush subnormal floats to zero decode the same."""
+    for name in SMALL_FLOATS:
+        codec = make_codec(name)
+        for scale in (2.0**-149, 2.0**-126, 2.0**-110, 2.0**-95):
+            values = codec.decode(codec.encode(torch.randn(2000) * scale), 2000).abs()
+            assert (values[values > 0] >= 2.0**-126).all()
 
 
 def test_int8_is_a_step_a_block() -> None:

@@ -86,6 +86,8 @@ def _changed(path: str, value: Any) -> dict:
         ("scales/smoke/data/validation_percent", 0, "data.validation_percent must be above 0, got 0.0"),
         ("scales/smoke/model/kv_heads", -2, "model.kv_heads must be at least 0, got -2"),
         ("runs/diloco_m2/seeds", [], r"runs.diloco_m2.seeds = \[\] must be a list of at least one whole number"),
+        ("runs/diloco_m2/variants", {}, "runs.diloco_m2.variants must name at least one variant, each a mapping"),
+        ("runs/diloco_m2/variants", {"a": None}, "runs.diloco_m2.variants must name at least one variant"),
         ("runs/diloco_m2/seeds", 3, "runs.diloco_m2.seeds = 3 must be a list"),
         ("runs/diloco_m2/corpus", "docstring", "no corpus named 'docstring'; did you mean 'docstrings'"),
         ("methods/diloco/outer", "average", "method.outer = average exchanges the parameters themselves"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -13,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from lowcomm.config import ConfigError
-from lowcomm.launch import LaunchError, _Tail, curve_svg, launch
+from lowcomm.launch import LaunchError, _Tail, curve_svg, launch, launch_all
+from lowcomm.metrics import made_with
 from tests.conftest import settings_of, small_run
-from tests.harness import clean_environment
+from tests.harness import clean_environment, torchrun_command
 
 SETTINGS = settings_of(small_run("diloco_m2"))
 
@@ -83,6 +85,70 @@ def test_a_folder_that_holds_other_things_is_left_alone(corpus: Path, tmp_path: 
     with pytest.raises(LaunchError, match="holds thesis.tex, which no run puts there: choose another folder"):
         launch("diloco_m2", scale="smoke", settings=SETTINGS, out=tmp_path, times=tmp_path.with_name("t"), data=corpus)
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
+
+
+SWEEP = ["train.steps=12", "train.warmup_steps=3", "method.sync_every_steps=4"]
+SWEEP += [s for s in SETTINGS if s.startswith(("model", "data", "train.eval"))]
+NAMES = [f"m{m}_budget_{b}" for m in (2, 4) for b in (1, 2, 4)]
+
+
+def test_a_sweep_is_trained_whole_and_goes_on_where_it_was_interrupted(corpus: Path, tmp_path: Path) -> None:
+    """Two replica counts, so two torchruns; each trains its points in one process a rank."""
+
+    def launched() -> list[dict]:
+        data = ["data.corpus=docstrings"]
+        return launch_all("overtraining_streaming", scale="smoke", settings=SWEEP + data, out=out, data=corpus)
+
+    out = tmp_path / "out"
+    first = launched()
+    assert [s["run"]["variant"] for s in first] == NAMES
+    assert [s["run"]["replicas"] for s in first] == [2, 2, 2, 4, 4, 4]
+    assert sorted(p.name for p in out.iterdir()) == sorted(NAMES)
+    assert len({s["val_loss"] for s in first}) == 2  # all settings that differ are overridden but the replicas
+    # As an interruption leaves it: a marker, some points complete, one under way, one of another source.
+    other, gone, kept = (out / n / "seed0" for n in (NAMES[0], NAMES[1], NAMES[5]))
+    card = hashlib.sha256((corpus / "card.json").read_bytes()).hexdigest()
+    (out / "unfinished").write_text(f"{made_with(kept)} {card}")
+    (other / "source.sha256").write_text("another")
+    (gone / "summary.json").unlink()
+    left = out / "m2_budget_3" / "seed0"
+    left.mkdir(parents=True)
+    (left / "source.sha256").write_text("of a variant that is no more")
+    before = {n: (out / n / "seed0" / "summary.json").stat().st_mtime_ns for n in NAMES if n != NAMES[1]}
+    assert launched() == first
+    after = {n: (out / n / "seed0" / "summary.json").stat().st_mtime_ns for n in NAMES}
+    assert [n for n in before if after[n] == before[n]] == NAMES[2:]
+    assert sorted(p.name for p in out.iterdir()) == sorted(NAMES)
+
+
+def test_a_stop_ends_a_sweep_between_its_points_too(corpus: Path, tmp_path: Path) -> None:
+    words = ["lowcomm.train", "overtraining_streaming", "--scale", "smoke", "--all", "--data", str(corpus)]
+    words += ["--out", str(tmp_path), "--set", "data.corpus=docstrings", "--set", "train.log_every=1"]
+    words += [w for s in SWEEP for w in ("--set", s)]
+    child = subprocess.Popen(torchrun_command(2, *words), env=clean_environment(), stderr=subprocess.DEVNULL)
+    while not (tmp_path / NAMES[0] / "seed0" / "metrics" / "rank-001.jsonl").exists():
+        assert child.poll() is None
+        time.sleep(0.01)
+    child.send_signal(signal.SIGTERM)
+    child.wait(60)
+    begun = [n for n in NAMES[:3] if (tmp_path / n / "seed0" / "source.sha256").exists()]
+    assert len(begun) < 3
+    for name in begun:  # complete, or a checkpoint to go on from
+        folder = tmp_path / name / "seed0"
+        assert (folder / "summary.json").exists() or list(folder.glob("checkpoints/step-????????"))
+
+
+def test_the_command_line_refuses_what_contradicts_all(corpus: Path, tmp_path: Path) -> None:
+    def told(*words: str, **environment: str) -> str:
+        command = [sys.executable, "-m", "lowcomm.train", "overtraining_streaming", "--scale", "smoke", *words]
+        environment = clean_environment(**environment)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 1
+        return done.stderr
+
+    assert "run overtraining_streaming is a sweep: choose one of its variants, m2_budget_1" in told()
+    assert "--variant, --seed and --times mean nothing with it" in told("--all", "--seed", "1")
+    assert "no point of run overtraining_streaming has 3 replicas" in told("--all", WORLD_SIZE="3")
 
 
 def test_the_tail_gives_whole_lines_once(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lowcomm.codecs import make_codec
 from lowcomm.report import published
 from lowcomm.simulate import (
     Exchange,
@@ -37,6 +38,23 @@ def test_a_resource_serves_in_order_and_a_node_waits() -> None:
         ("a", 3.0, 4.0),
         ("a", 4.0, 5.0),
     ]
+
+
+def test_an_encoded_exchange_takes_what_world_sends() -> None:
+    """Gathered by two or four replicas, in shares by sixteen: 4 bits and a byte a block of 256, and sums in fp32."""
+    coded = streaming(4, 20, layers_per_fragment=2, codec=make_codec("e3m0"))
+    numel = 256 * 1600
+    once = numel / 2 + numel / 256
+    assert coded.reduction(numel, 1, 8.0, 1.0) == 0
+    assert coded.reduction(numel, 2, 8.0, 1.0) == once + 1
+    assert coded.reduction(numel, 4, 8.0, 1.0) == 3 * once + 1
+    assert coded.reduction(numel, 16, 8.0, 1.0) == 15 / 16 * (once + 4 * numel) + 2
+    ring = streaming(4, 20, layers_per_fragment=2, bits_per_parameter=8 * once / numel)
+    work, grid = Workload(4, 4 * numel, 0.1), np.logspace(-3, 0, 7)
+    assert np.allclose(compute_utilisation(work, coded, grid), compute_utilisation(work, ring, grid))
+    more = {e: compute_utilisation(work, e, grid, replicas=4) for e in (coded, ring)}
+    assert (more[coded] <= more[ring]).all()
+    assert (more[coded] < more[ring]).any()
 
 
 def _began(exchange: Exchange, reduction: float, steps: range) -> list[float]:

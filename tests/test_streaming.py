@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from lowcomm.comm import World, run_threads
 from lowcomm.config import ConfigError
+from lowcomm.fragment import flatten
 from lowcomm.metrics import read_metrics
 from lowcomm.model import Decoder
 from lowcomm.streaming import Schedule, layer_fragments, parameter_fragments
@@ -192,6 +193,81 @@ def test_threads_and_processes_stream_alike(method: dict, corpus: Path, tmp_path
     assert all(torch.equal(ours[n], theirs[n]) for n in ours)
 
 
+def test_frozen_fragments_rest_until_they_are_next(corpus: Path, tmp_path: Path) -> None:
+    """FedPart: what is not exchanged next keeps its values, has no gradient and no step of the inner optimizer."""
+    method = STREAMING | {"trainable": "next_fragment", "overlap_steps": [0], "mixing": 0.0}
+    config = small_run("diloco_m2", method=method)
+    copies: dict[int, list[torch.Tensor]] = {0: []}
+    steps: list[list[float]] = []
+
+    def keep(trainer: Trainer, row: dict) -> None:
+        if trainer.world.rank == 0:
+            copies[row["step"]] = [flatten(f.parameters) for f in trainer.engine.fragments]
+            state = trainer.optimizer.state
+            steps.append(
+                [
+                    max((float(state[p]["step"]) for p in f.parameters if p in state), default=0.0)
+                    for f in trainer.engine.fragments
+                ]
+            )
+
+    train_in_threads(config, corpus, tmp_path, on_row=keep)
+    schedule = Schedule(3, config.method.sync_every_steps)
+    following = {s: next(schedule.turns(t)[0] for t in range(s, 100) if schedule.turns(t)) for s in range(1, 13)}
+    for step in range(2, 12):  # the last step closes the round of all
+        moved = [not torch.equal(a, b) for a, b in zip(copies[step - 1], copies[step], strict=True)]
+        assert moved == [p == following[step] for p in range(3)], step
+    trained = [sum(following[s] == p for s in range(1, 13)) for p in range(3)]
+    assert steps[-1] == trained
+    assert len(set(following.values())) == 3
+
+
+def test_resume_with_frozen_fragments(corpus: Path, tmp_path: Path) -> None:
+    config = small_run("diloco_m2", method=FULL | {"trainable": "next_fragment"}, checkpoint={"every_steps": 1})
+
+    def crash(trainer: Trainer, row: dict) -> None:
+        if row["step"] == 8:
+            raise _Crash
+
+    train_in_threads(config, corpus, tmp_path / "plain")
+    with pytest.raises((_Crash, RuntimeError)):
+        train_in_threads(config, corpus, tmp_path / "run", on_row=crash)
+    assert (tmp_path / "run" / "checkpoints" / "step-00000007").exists()
+    seen = []
+    train_in_threads(config, corpus, tmp_path / "run", on_row=lambda trainer, row: seen.append(row["step"]))
+    assert min(seen) == 8
+    assert _losses(tmp_path / "run") == _losses(tmp_path / "plain")
+
+
+def test_what_else_may_be_evaluated(corpus: Path, tmp_path: Path) -> None:
+    """The first replica's own parameters and the mean of both, by definition, at the end of a run."""
+    also = {"evaluate_also": ["first_replica", "replica_average"]}
+    config = small_run("diloco_m2", method=STREAMING, train=also)
+    inner: dict[int, list[torch.Tensor]] = {}
+    trainers: dict[int, Trainer] = {}
+
+    def keep(trainer: Trainer, row: dict) -> None:
+        inner[trainer.world.rank] = [p.detach().clone() for p in trainer.model.parameters()]
+        trainers[trainer.world.rank] = trainer
+
+    summary = train_in_threads(config, corpus, tmp_path, on_row=keep)
+    model, data = trainers[0].model, trainers[0].data
+    windows = data.validation(config.train.eval_sequences)
+
+    def loss(values: list[torch.Tensor]) -> float:
+        with torch.no_grad():
+            for p, v in zip(model.parameters(), values, strict=True):
+                p.copy_(v)
+            return model.losses(windows[:, :-1], windows[:, 1:])[1].item()
+
+    assert summary["val_loss_first_replica"] == pytest.approx(loss(inner[0]), abs=1e-5)
+    average = [(a + b) / 2 for a, b in zip(inner[0], inner[1], strict=True)]
+    assert summary["val_loss_replica_average"] == pytest.approx(loss(average), abs=1e-5)
+    agreed = load_file(tmp_path / "model.safetensors")
+    assert summary["val_loss"] == pytest.approx(loss([agreed[n] for n, _ in model.named_parameters()]), abs=1e-5)
+    assert len({round(summary[k], 6) for k in summary if k.startswith("val_loss")}) == 3
+
+
 class _Crash(RuntimeError):
     pass
 
@@ -218,7 +294,9 @@ def test_resume_with_fragments_under_way(
 
     with pytest.raises((_Crash, RuntimeError)):
         train_in_threads(config, corpus, tmp_path / "run", on_row=crash)
-    train_in_threads(config, corpus, tmp_path / "run")
+    seen = []
+    train_in_threads(config, corpus, tmp_path / "run", on_row=lambda trainer, row: seen.append(row["step"]))
+    assert min(seen) == stop_at + 1
     for rank in (0, 1):
         assert _losses(tmp_path / "run", rank) == _losses(plain, rank)
     assert (tmp_path / "run" / "model.safetensors").read_bytes() == (plain / "model.safetensors").read_bytes()
@@ -255,6 +333,7 @@ def test_the_peak_of_a_step_falls_by_the_fragments_share(corpus: Path, tmp_path:
             "train.steps = 12 end before the last of 3 fragments has its first turn, at step 15",
         ),
         ({"codec": "topk", "codec_keep": 1.5}, "method.codec_keep = 1.5 is a share of the values: at most 1"),
+        ({"trainable": "next_fragment"}, "trainable = next_fragment means nothing with method.fragments = whole"),
         ({"codec": "e3m5"}, "method.codec = 'e3m5' is not a valid choice"),
     ],
 )

@@ -1,0 +1,146 @@
+"""Fused Triton kernels of `codecs.SmallFloat` for codes of 4 and 8 bits: the same bytes and values in one launch.
+
+Packed: a scale byte for every block of 256 values, then all codes. A byte holds one 8-bit code, or two 4-bit codes of
+a block: one of its first half (the longer one) in the low nibble, one of its second half in the high nibble.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = tl.constexpr(256)
+_HALF = tl.constexpr(128)
+#: Blocks a program handles, and its warps: a warp holds a block.
+_ROWS = 8
+#: Fusing multiplication and addition changes no value here; Triton 3.9 warns where it is left open.
+_OPTIONS = {"num_warps": _ROWS, "enable_fp_fusion": False}
+
+
+def encode(x: Tensor, exponent: int, mantissa: int) -> Tensor:
+    """fp32 [n], contiguous -> uint8 [blocks + n * bits / 8]. Scales above 253, of no finite code, are the caller's."""
+    bits, blocks = _bits(exponent, mantissa), triton.cdiv(x.numel(), _BLOCK.value)
+    packed = torch.empty(blocks + triton.cdiv(x.numel() * bits, 8), dtype=torch.uint8, device=x.device)
+    if blocks:
+        with torch.cuda.device_of(x):
+            grid = (triton.cdiv(blocks, _ROWS),)
+            _encode[grid](x, packed, packed[blocks:], x.numel(), exponent, mantissa, _ROWS, **_OPTIONS)
+    return packed
+
+
+def decode(packed: Tensor, numel: int, exponent: int, mantissa: int) -> Tensor:
+    """uint8 as `encode` makes it, contiguous -> fp32 [numel]."""
+    _bits(exponent, mantissa)
+    x, blocks = torch.empty(numel, device=packed.device), triton.cdiv(numel, _BLOCK.value)
+    if blocks:
+        with torch.cuda.device_of(packed):
+            grid = (triton.cdiv(blocks, _ROWS),)
+            _decode[grid](packed, packed[blocks:], x, numel, exponent, mantissa, _ROWS, **_OPTIONS)
+    return x
+
+
+def _bits(exponent: int, mantissa: int) -> int:
+    bits = 1 + exponent + mantissa
+    if bits not in (4, 8):
+        raise ValueError(f"e{exponent}m{mantissa} has codes of {bits} bits; the kernels pack 4 and 8")
+    return bits
+
+
+@triton.jit(do_not_specialize=["numel"])
+def _encode(x, scales, codes, numel, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, ROWS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    if (tl.program_id(0) + 1).to(tl.int64) * ROWS * _BLOCK <= numel:  # no masks where all blocks are full
+        _encode_rows(x, scales, codes, row, _BLOCK, EXPONENT, MANTISSA)
+    else:
+        _encode_rows(x, scales, codes, row, _size(row, numel), EXPONENT, MANTISSA)
+
+
+@triton.jit(do_not_specialize=["numel"])
+def _decode(scales, codes, x, numel, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, ROWS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    if (tl.program_id(0) + 1).to(tl.int64) * ROWS * _BLOCK <= numel:
+        _decode_rows(scales, codes, x, row, _BLOCK, EXPONENT, MANTISSA)
+    else:
+        _decode_rows(scales, codes, x, row, _size(row, numel), EXPONENT, MANTISSA)
+
+
+@triton.jit
+def _size(row, numel):
+    """Values of each block, 0 past the end: int32, as `row`."""
+    return tl.minimum(tl.maximum(numel - row * _BLOCK, 0), _BLOCK).to(tl.int32)
+
+
+@triton.jit
+def _encode_rows(x, scales, codes, row, size, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
+    """Blocks `row` [rows, 1] of `size` values, as two halves [rows, 128]."""
+    BITS: tl.constexpr = 1 + EXPONENT + MANTISSA
+    LEAST_SCALE: tl.constexpr = (1 << EXPONENT) + MANTISSA
+    half = (size + 1) // 2
+    column = tl.arange(0, _HALF)[None, :]
+    in_low, in_high = column < half, column < size - half
+    at = x + row * _BLOCK + column
+    low = tl.load(at, mask=in_low, other=0.0).to(tl.int32, bitcast=True)
+    high = tl.load(at + half, mask=in_high, other=0.0).to(tl.int32, bitcast=True)
+    # Bits order magnitudes, and put NaN above infinity.
+    largest = tl.max(tl.maximum(low & 0x7FFFFFFF, high & 0x7FFFFFFF), axis=1, keep_dims=True)
+    top = ((largest >> (22 - MANTISSA)) + 1) >> (MANTISSA + 1)  # biased exponent, rounded
+    top = tl.minimum(tl.maximum(top, LEAST_SCALE), 255)
+    tl.store(scales + row, top.to(tl.uint8), mask=size > 0)
+    low = _codes(low, top, EXPONENT, MANTISSA)
+    high = _codes(high, top, EXPONENT, MANTISSA)
+    if BITS == 4:
+        tl.store(codes + row * _HALF + column, (low | (high << 4)).to(tl.uint8), mask=in_low)
+    else:
+        at = codes + row * _BLOCK + column
+        tl.store(at, low.to(tl.uint8), mask=in_low)
+        tl.store(at + half, high.to(tl.uint8), mask=in_high)
+
+
+@triton.jit
+def _codes(bits, top, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
+    """Bits of floats [rows, 128], biased exponents of the scales [rows, 1] -> codes as int32, as `SmallFloat._encode`.
+
+    Floats are scaled in their exponent bits, which no flushing of subnormals can touch: read as normal floats below
+    2^-126, the subnormals have code 0, as they should, since the least code's lower bound is 2^-126 or more.
+    """
+    BITS: tl.constexpr = 1 + EXPONENT + MANTISSA
+    E_MIN: tl.constexpr = 2 - (1 << EXPONENT)
+    OFFSET: tl.constexpr = (1 << (22 - MANTISSA)) - ((126 + E_MIN) << 23)
+    y = bits & 0x7FFFF000  # the magnitude, without bits that would be rounded in the sum below
+    y = tl.maximum(y - ((top - 127) << 23), 0)
+    spaced = (y.to(tl.float32, bitcast=True) + 2.0**E_MIN).to(tl.int32, bitcast=True) - (1 << 23)
+    code = (tl.maximum(y, spaced) + OFFSET) >> (23 - MANTISSA)
+    return code | ((bits >> (32 - BITS)) & (1 << (BITS - 1)))
+
+
+@triton.jit
+def _decode_rows(scales, codes, x, row, size, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
+    """Blocks `row` [rows, 1] of `size` values, as two halves [rows, 128]."""
+    BITS: tl.constexpr = 1 + EXPONENT + MANTISSA
+    half = (size + 1) // 2
+    column = tl.arange(0, _HALF)[None, :]
+    in_low, in_high = column < half, column < size - half
+    scale = tl.load(scales + row, mask=size > 0, other=0).to(tl.int32) << 23
+    if BITS == 4:
+        low = tl.load(codes + row * _HALF + column, mask=in_low, other=0).to(tl.int32)
+        high = low >> 4
+    else:
+        at = codes + row * _BLOCK + column
+        low = tl.load(at, mask=in_low, other=0).to(tl.int32)
+        high = tl.load(at + half, mask=in_high, other=0).to(tl.int32)
+    at = x + row * _BLOCK + column
+    tl.store(at, _values(low, scale, EXPONENT, MANTISSA), mask=in_low)
+    tl.store(at + half, _values(high, scale, EXPONENT, MANTISSA), mask=in_high)
+
+
+@triton.jit
+def _values(code, scale, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
+    """Codes [rows, 128] in the low bits of int32, bits of the scales [rows, 1] -> fp32, as `SmallFloat.decode`."""
+    BITS: tl.constexpr = 1 + EXPONENT + MANTISSA
+    E_MIN: tl.constexpr = 2 - (1 << EXPONENT)
+    v = ((code & ((1 << (BITS - 1)) - 1)) << (23 - MANTISSA)) + ((126 + E_MIN) << 23)
+    v = v.to(tl.float32, bitcast=True)
+    v = tl.minimum(v, v * 2 - 2.0**E_MIN).to(tl.int32, bitcast=True) | ((code << (32 - BITS)) & -0x80000000)
+    return v.to(tl.float32, bitcast=True) * scale.to(tl.float32, bitcast=True)

@@ -1,0 +1,144 @@
+"""A recorded run at another link: the simulator fed with traces.
+
+A rank's trace (`wire.Span`) says when it handed each verb to the wire and when it stood still for it. What lies between
+is computing, and is kept; what the wire takes is worked out anew, with the link of `wire`:
+
+    finished = max(wire free, all members have submitted) + phases * latency + 8 S / rate
+
+where S are the bytes that the rank sent in the verb, which for the collectives here are also those that it took. A
+phase is one swap of messages: a mean is two, of shares and of their sums.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from lowcomm.simulate import Seconds, Timeline
+from lowcomm.wire import Span
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Seconds from the first event of the traces to the last, and the share of them spent computing, mean over ranks.
+
+    Arrays where the link was one.
+    """
+
+    seconds: NDArray[np.float64]
+    utilisation: NDArray[np.float64]
+
+
+def read_traces(times: Path) -> list[list[Span]]:
+    """The traces that a run with `comm.trace` left in its folder for times, in rank order. Raises ValueError."""
+    paths = sorted(times.glob("trace-*.jsonl"))
+    if not paths:
+        raise ValueError(f"no trace in {times}: train with comm.trace = true")
+    return [[Span(**json.loads(line)) for line in path.read_text().splitlines()] for path in paths]
+
+
+def recorded(traces: Sequence[Sequence[Span]]) -> Replay:
+    """What the traces themselves say."""
+    begin = min(s.submitted for t in traces for s in t)
+    end = max(s.left_wait for t in traces for s in t)
+    waited = [sum(s.left_wait - s.entered_wait for s in t) for t in traces]
+    return Replay(np.asarray(end - begin), np.asarray(1 - np.mean(waited) / (end - begin)))
+
+
+def hidden(traces: Sequence[Sequence[Span]], purpose: str) -> float:
+    """Share of the time that transfers took during which no rank waited for them."""
+    spans = [s for t in traces for s in t if s.purpose == purpose]
+    took = sum(s.finished - s.submitted for s in spans)
+    return 1 - sum(s.left_wait - s.entered_wait for s in spans) / took if took else 1.0
+
+
+def _program(trace: Sequence[Span], begin: float) -> list[tuple[float, str, Span]]:
+    """(seconds of computing before it, "submit" or "wait", span), in the order in which the rank did them."""
+    events = [(s.submitted, 0, "submit", s) for s in trace] + [(s.entered_wait, 1, "wait", s) for s in trace]
+    events.sort(key=lambda e: e[:2])
+    program, now = [], begin
+    for at, _, what, span in events:
+        program.append((max(0.0, at - now), what, span))
+        now = max(now, span.left_wait if what == "wait" else at)
+    return program
+
+
+def replay(
+    traces: Sequence[Sequence[Span]],
+    gbit_per_s: ArrayLike,
+    *,
+    latency_s: float = 0.0,
+    slowdown: Sequence[float] | None = None,
+) -> Replay:
+    """The run of these traces over other links; control traffic (the world axis) stays free, as it was.
+
+    Args:
+        traces: of all ranks, in rank order.
+        gbit_per_s: of a rank's wire on each axis; infinity is free. May be an array.
+        slowdown: factors on each rank's computing, for stragglers.
+
+    Raises ValueError where traces do not fit together.
+    """
+    rate = np.asarray(gbit_per_s, dtype=np.float64) * 1e9
+    slow = [1.0] * len(traces) if slowdown is None else list(slowdown)
+    if len(slow) != len(traces):
+        raise ValueError(f"{len(slow)} slowdowns for {len(traces)} ranks")
+    members: dict[tuple[str, str], dict[int, Span]] = {}
+    for rank, trace in enumerate(traces):
+        for s in trace:
+            if rank in (known := members.setdefault((s.axis, s.verb), {})):
+                raise ValueError(
+                    f"rank {rank} has more than one {s.verb!r} on axis {s.axis}: only verbs that a whole"
+                    " axis carries out are numbered, and can be replayed"
+                )
+            known[rank] = s
+    begin = min(s.submitted for t in traces for s in t)
+    programs = [_program(t, begin) for t in traces]
+    timeline = Timeline()
+    now: list[Seconds] = [np.zeros_like(rate) for _ in traces]
+    waited: list[Seconds] = [np.zeros_like(rate) for _ in traces]
+    submitted: dict[tuple[str, str], dict[int, Seconds]] = {key: {} for key in members}
+    finished: dict[tuple[str, str, int], Seconds] = {}
+    at = [0] * len(traces)
+    while any(at[r] < len(programs[r]) for r in range(len(traces))):
+        moved = False
+        for rank, program in enumerate(programs):
+            while at[rank] < len(program):
+                seconds, what, span = program[at[rank]]
+                key = span.axis, span.verb
+                if what == "wait" and (*key, rank) not in finished:
+                    break
+                now[rank] = now[rank] + seconds * slow[rank]
+                if what == "submit":
+                    submitted[key][rank] = now[rank]
+                    if len(submitted[key]) == len(members[key]):
+                        for r, mine in members[key].items():
+                            finished[(*key, r)] = _finish(timeline, mine, submitted[key], rate, latency_s)
+                else:
+                    there = np.maximum(now[rank], finished[(*key, rank)])
+                    waited[rank] = waited[rank] + (there - now[rank])
+                    now[rank] = there
+                at[rank] += 1
+                moved = True
+        if not moved:
+            stuck = {
+                rank: program[at[rank]][2].verb for rank, program in enumerate(programs) if at[rank] < len(program)
+            }
+            raise ValueError(f"the traces wait for each other: {stuck}")
+    seconds = np.max(now, axis=0)
+    return Replay(seconds, 1 - np.mean(waited, axis=0) / seconds)
+
+
+def _finish(
+    timeline: Timeline, span: Span, submitted: dict[int, Seconds], rate: NDArray[np.float64], latency_s: float
+) -> Seconds:
+    """When a verb has arrived at the rank of `span`."""
+    takes = np.zeros_like(rate)
+    if span.axis != "world":
+        takes = span.phases * latency_s + 8 * span.nbytes / rate
+    return timeline.add((span.axis, span.rank), takes, submitted.values())
