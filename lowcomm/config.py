@@ -224,9 +224,7 @@ class RunConfig:
         if m.exchange == "parameters":
             self._check_overlap()
         if m.trainable == "next_fragment" and t.compile:
-            raise ConfigError(
-                "train.compile = true compiles anew for each fragment that trainable = next_fragment thaws"
-            )
+            raise ConfigError("train.compile must be false where trainable = next_fragment: each thaw compiles anew")
         if m.codec_keep != 1.0 and m.codec not in _SPARSE:
             raise ConfigError(f"method.codec_keep means nothing with codec {m.codec}: it sends all values")
         if m.codec_keep > 1.0:
