@@ -1,4 +1,4 @@
-"""The Triton kernels against `SmallFloat` on the CPU, bit for bit; on a GPU where there is one, else in Triton's interpreter.
+"""The Triton kernels against `SmallFloat` on the CPU, bit for bit; on a GPU, or in Triton's interpreter.
 
 Skipped where Triton is not installed: it comes with torch's builds for GPUs.
 """
