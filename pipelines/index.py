@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pandas as pd
+import yaml
 
 from lowcomm.config import BUILD, ROOT
 from lowcomm.params import load_params
@@ -73,14 +74,23 @@ def with_block(readme: str) -> str:
     return head + readme_block() + tail
 
 
+def stages() -> list[str]:
+    """Names of all stages of dvc.yaml, as `dvc repro` takes them."""
+    names, params = [], load_params()
+    for name, stage in yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"].items():
+        each = stage.get("foreach")
+        names += [f"{name}@{key}" for key in params[each.strip("${}")]] if each else [name]
+    return names
+
+
 def write_times(scale: str) -> None:
-    """Renew the rows of results/<scale>/times.csv whose stages have run here."""
+    """Renew the rows of results/<scale>/times.csv whose stages have run here; drop those of stages that are no more."""
     path = ROOT / "results" / scale / "times.csv"
     seconds = dict(pd.read_csv(path).itertuples(index=False)) if path.exists() else {}
     for found in sorted((BUILD / "times" / scale / "stages").glob("*.json")):
         row = json.loads(found.read_text())
         seconds[row["stage"]] = row["seconds"]
-    seconds.pop("all", None)
+    seconds = {name: seconds[name] for name in stages() if name in seconds}
     if seconds and scale != "smoke":
         rows = [*sorted(seconds.items()), ("all", round(sum(seconds.values()), 1))]
         pd.DataFrame(rows, columns=["stage", "seconds"]).to_csv(path, index=False, lineterminator="\n")
