@@ -19,19 +19,14 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator
 from types import ModuleType
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from lowcomm.bits import BLOCK, Scratch, blocks, blocks_nbytes, pack, pack_bits, unpack, unpack_bits
 from lowcomm.config import CODECS, nearest
-
-#: Values that share a scale.
-BLOCK = 256
-#: Blocks encoded at a time, so that scratch stays in the processor's cache.
-_AT_ONCE = 1024
 
 
 class Codec(Protocol):
@@ -127,8 +122,8 @@ class SmallFloat:
             packed = fused.encode(x, self.exponent, self.mantissa)
         else:
             packed = torch.empty(self.nbytes(x.numel()), dtype=torch.uint8, device=x.device)
-            scratch = _Scratch(x.device)
-            for values, scales, codes in _blocks(x, packed, self.bits):
+            scratch = Scratch(x.device)
+            for values, scales, codes in blocks(x, packed, self.bits):
                 self._encode(values, scales, codes, scratch)
         scales = packed[: -(-x.numel() // BLOCK)]
         if scales.numel() and scales.max() > 253:  # no scale to divide by: too large, infinite or NaN
@@ -136,7 +131,7 @@ class SmallFloat:
             raise ValueError(f"values up to {x.abs().max().item():g} are too large to scale")
         return packed
 
-    def _encode(self, x: Tensor, scales: Tensor, packed: Tensor, scratch: _Scratch) -> None:
+    def _encode(self, x: Tensor, scales: Tensor, packed: Tensor, scratch: Scratch) -> None:
         """x [blocks, size] -> scales [blocks], packed [blocks, size * bits / 8]."""
         m = self.mantissa
         half = 1 << (22 - m)  # of the last mantissa bit kept
@@ -152,30 +147,32 @@ class SmallFloat:
         spaced = y.add_(2.0**self.e_min).view(torch.int32).add_(offset - (1 << 23))
         code = torch.maximum(code, spaced, out=code).bitwise_right_shift_(23 - m).to(torch.uint8)
         sign = torch.bitwise_right_shift(x.view(torch.int32), 32 - self.bits, out=spaced).to(torch.uint8)
-        _pack(code.bitwise_or_(sign.bitwise_and_(1 << (self.bits - 1))), packed, self.bits)
+        pack(code.bitwise_or_(sign.bitwise_and_(1 << (self.bits - 1))), packed, self.bits)
 
     def decode(self, packed: Tensor, numel: int) -> Tensor:
         if fused := self._fused(packed.device):
             return fused.decode(packed, numel, self.exponent, self.mantissa)
         x = torch.empty(numel, device=packed.device)
-        scratch = _Scratch(packed.device)
-        for values, scales, codes in _blocks(x, packed, self.bits):
-            self._decode(scales, codes, values, scratch)
-            values.mul_((scales.int() << 23).view(torch.float32)[:, None])
+        table, scratch = self._table(packed.device), Scratch(packed.device)
+        for values, scales, codes in blocks(x, packed, self.bits):
+            size = values.shape[1]
+            code = codes if self.bits in (4, 8) else unpack(codes, size, self.bits)
+            at = scratch.like(code, torch.int32).copy_(code).view(-1)
+            odd = self.bits == 4 and size % 2 == 1
+            found = values.new_empty(1, size + 1) if odd else values
+            torch.index_select(table, 0, at, out=found.view(table.dtype).view(-1))
+            torch.mul(found[:, :size], (scales.int() << 23).view(torch.float32)[:, None], out=values)
         return x
 
-    def _decode(self, scales: Tensor, packed: Tensor, x: Tensor, scratch: _Scratch) -> None:
-        """packed [blocks, size * bits / 8] -> x [blocks, size], relative to the scales."""
-        m, least = self.mantissa, 2.0**self.e_min
-        code = _unpack(packed, x.shape[1], self.bits).int()
-        # As floats above: v where it is at least 2^e_min, else 2 v - 2^e_min, which is the smaller of the two.
-        v = (code & ((1 << (self.bits - 1)) - 1)).bitwise_left_shift_(23 - m).add_((126 + self.e_min) << 23)
-        v = v.view(torch.float32)
-        torch.minimum(v, v.mul(2).sub_(least), out=x)
-        x.copysign_(code.bitwise_left_shift_(32 - self.bits).view(torch.float32))
+    def _table(self, device: torch.device) -> Tensor:
+        """Value of every code as fp32; of 4 bits, of every byte of two codes, both floats as one int64."""
+        if self.bits != 4:
+            return self.values.to(device)
+        pairs = torch.stack([self.values.repeat(16), self.values.repeat_interleave(16)], 1)
+        return pairs.view(torch.int64)[:, 0].contiguous().to(device)
 
     def nbytes(self, numel: int) -> int:
-        return _blocks_nbytes(numel, self.bits)
+        return blocks_nbytes(numel, self.bits)
 
 
 class PowerOfTwo(SmallFloat):
@@ -184,7 +181,7 @@ class PowerOfTwo(SmallFloat):
     def __init__(self, exponent: int):
         super().__init__(exponent, 0)
 
-    def _encode(self, x: Tensor, scales: Tensor, packed: Tensor, scratch: _Scratch) -> None:
+    def _encode(self, x: Tensor, scales: Tensor, packed: Tensor, scratch: Scratch) -> None:
         whole = scratch.like(x, torch.int32, 0)
         high, q = scratch.like(x, torch.int16, 0), scratch.like(x, torch.int16, 1)
         code, steps = scratch.like(x, torch.uint8, 0), scratch.like(x, torch.uint8, 1)
@@ -200,18 +197,7 @@ class PowerOfTwo(SmallFloat):
         torch.bitwise_right_shift(steps, 1, out=code)
         torch.maximum(code, steps.clamp_(max=1), out=code)
         sign = steps.copy_(high.bitwise_right_shift_(10 - self.bits)).bitwise_and_(1 << (self.bits - 1))
-        _pack(code.bitwise_or_(sign), packed, self.bits)
-
-    def _decode(self, scales: Tensor, packed: Tensor, x: Tensor, scratch: _Scratch) -> None:
-        high, sign = scratch.like(x, torch.int16, 0), scratch.like(x, torch.int16, 1)
-        code = _unpack(packed, x.shape[1], self.bits, scratch.like(x, torch.uint8, 0))
-        power, exponent = scratch.like(x, torch.uint8, 1), scratch.like(x, torch.uint8, 2)
-        torch.bitwise_and(code, (1 << (self.bits - 1)) - 1, out=power)
-        torch.clamp(power, max=1, out=exponent).mul_(126 + self.e_min).add_(power)
-        # Sign and exponent are the high half of the float, which is a bfloat16.
-        high.copy_(exponent).bitwise_left_shift_(7)
-        sign.copy_(code.bitwise_and_(1 << (self.bits - 1))).bitwise_left_shift_(16 - self.bits)
-        x.copy_(high.bitwise_or_(sign).view(torch.bfloat16))
+        pack(code.bitwise_or_(sign), packed, self.bits)
 
 
 class Int8:
@@ -222,8 +208,8 @@ class Int8:
 
     def encode(self, x: Tensor, seed: int = 0) -> Tensor:
         packed = torch.empty(self.nbytes(x.numel()), dtype=torch.uint8, device=x.device)
-        scratch = _Scratch(x.device)
-        for values, step, codes in _blocks(x, packed, 8, torch.float32):
+        scratch = Scratch(x.device)
+        for values, step, codes in blocks(x, packed, 8, torch.float32):
             y = torch.abs(values, out=scratch.like(values, torch.float32))
             torch.div(y.amax(1), 127, out=step)
             torch.div(values, step.where(step > 0, 1.0)[:, None], out=y)
@@ -234,7 +220,7 @@ class Int8:
 
     def decode(self, packed: Tensor, numel: int) -> Tensor:
         x = torch.empty(numel, device=packed.device)
-        for values, step, codes in _blocks(x, packed, 8, torch.float32):
+        for values, step, codes in blocks(x, packed, 8, torch.float32):
             values.copy_(codes.view(torch.int8)).mul_(step[:, None])
         return x
 
@@ -258,7 +244,7 @@ class TopK:
         if self._as_bits(x.numel()):
             mask = torch.zeros(-(-x.numel() // 8) * 8, dtype=torch.uint8, device=x.device)
             mask[kept] = 1
-            places = _pack_bits(mask[:, None])
+            places = pack_bits(mask[:, None])
         else:
             places = kept.to(torch.int32).view(torch.uint8)
         return torch.cat([places, x[kept].view(torch.uint8)])
@@ -266,7 +252,7 @@ class TopK:
     def decode(self, packed: Tensor, numel: int) -> Tensor:
         size = self.nbytes(numel) - 4 * _kept(numel, self.keep)
         if self._as_bits(numel):
-            kept = _unpack_bits(packed[:size], 1).view(-1)[:numel].nonzero()[:, 0]
+            kept = unpack_bits(packed[:size], 1).view(-1)[:numel].nonzero()[:, 0]
         else:
             kept = packed[:size].clone().view(torch.int32).long()
         x = torch.zeros(numel, device=packed.device)
@@ -339,98 +325,3 @@ def _kernels() -> ModuleType | None:
 
 def _kept(numel: int, keep: float) -> int:
     return min(numel, max(1, round(keep * numel)))
-
-
-# Blocks and bits
-
-
-class _Scratch:
-    """Tensors to compute in, made once for many runs of blocks: making them anew costs as much as computing."""
-
-    def __init__(self, device: torch.device):
-        self.device = device
-        self._made: dict[tuple, Tensor] = {}
-
-    def like(self, x: Tensor, dtype: torch.dtype, number: int = 0) -> Tensor:
-        """The tensor of a `number`, in the shape of `x`; what it holds is left over from before."""
-        key = x.shape, dtype, number
-        if key not in self._made:
-            self._made[key] = torch.empty(x.shape, dtype=dtype, device=self.device)
-        return self._made[key]
-
-
-def _packed_nbytes(size: int, bits: int) -> int:
-    """Bytes of `size` codes: two codes of 4 bits share a byte, eight of other widths share `bits` bytes."""
-    return size if bits == 8 else -(-size // 2) if bits == 4 else -(-size // 8) * bits
-
-
-def _blocks_nbytes(numel: int, bits: int) -> int:
-    full, rest = divmod(numel, BLOCK)
-    return full * (1 + _packed_nbytes(BLOCK, bits)) + (1 + _packed_nbytes(rest, bits) if rest else 0)
-
-
-def _blocks(
-    x: Tensor, packed: Tensor, bits: int, scale: torch.dtype = torch.uint8
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Runs of blocks: (values [k, size], scales [k], codes [k, bytes]), views of `x` and `packed`.
-
-    In `packed` all scales come first, then all codes; the last block may be shorter.
-    """
-    full, rest = divmod(x.numel(), BLOCK)
-    head = (full + (rest > 0)) * scale.itemsize
-    scales, codes = packed[:head].view(scale), packed[head:]
-    each = _packed_nbytes(BLOCK, bits)
-    at_once = _AT_ONCE if x.device.type == "cpu" else max(1, full)
-    for begin in range(0, full, at_once):
-        end = min(full, begin + at_once)
-        yield (
-            x[begin * BLOCK : end * BLOCK].view(-1, BLOCK),
-            scales[begin:end],
-            codes[begin * each : end * each].view(-1, each),
-        )
-    if rest:
-        yield x[full * BLOCK :].view(1, rest), scales[full:], codes[full * each :].view(1, -1)
-
-
-def _pack(codes: Tensor, out: Tensor, bits: int) -> None:
-    """codes [k, size] uint8 -> out [k, bytes]. Of 4-bit codes, a row's second half is the high nibbles."""
-    if bits == 8:
-        out.copy_(codes)
-    elif bits == 4:
-        low = codes[:, : out.shape[1]]
-        high = codes[:, out.shape[1] :]
-        torch.mul(high, 16, out=out[:, : high.shape[1]])
-        out[:, high.shape[1] :] = 0
-        out.bitwise_or_(low)
-    else:
-        width = out.shape[1] // bits * 8
-        filled = torch.nn.functional.pad(codes, (0, width - codes.shape[1]))
-        shifts = torch.arange(bits, dtype=torch.uint8, device=codes.device)
-        out.copy_(_pack_bits((filled[..., None] >> shifts & 1).reshape(-1, 1)).view(out.shape))
-
-
-def _unpack(packed: Tensor, size: int, bits: int, out: Tensor | None = None) -> Tensor:
-    """The inverse of `_pack`: codes [k, size] uint8, in `out` where given."""
-    code = torch.empty(packed.shape[0], size, dtype=torch.uint8, device=packed.device) if out is None else out
-    if bits == 8:
-        code.copy_(packed)
-    elif bits == 4:
-        torch.bitwise_and(packed, 15, out=code[:, : packed.shape[1]])
-        torch.bitwise_right_shift(packed[:, : size // 2], 4, out=code[:, packed.shape[1] :])
-    else:
-        ones = _unpack_bits(packed.reshape(-1), bits).view(packed.shape[0], -1, bits)
-        weights = 1 << torch.arange(bits, dtype=torch.uint8, device=packed.device)
-        code.copy_((ones * weights).sum(2, dtype=torch.uint8)[:, :size])
-    return code
-
-
-def _pack_bits(ones: Tensor) -> Tensor:
-    """0 and 1 [8 n, 1] -> [n] bytes, the lowest bit first."""
-    weights = 1 << torch.arange(8, dtype=torch.uint8, device=ones.device)
-    return (ones.view(-1, 8) * weights).sum(1, dtype=torch.uint8)
-
-
-def _unpack_bits(packed: Tensor, bits: int) -> Tensor:
-    """[n] bytes -> 0 and 1 [8 n / bits, bits], the lowest bit first."""
-    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
-    return (packed[:, None] >> shifts & 1).view(-1, bits)

@@ -1,7 +1,7 @@
 """Fused Triton kernels of `codecs.SmallFloat` for codes of 4 and 8 bits: the same bytes and values in one launch.
 
-Packed: a scale byte for every block of 256 values, then all codes. A byte holds one 8-bit code, or two 4-bit codes of
-a block: one of its first half (the longer one) in the low nibble, one of its second half in the high nibble.
+Packed: a scale byte for every block of 256 values, then all codes. A byte holds one 8-bit code, or two 4-bit codes,
+the first in the low nibble.
 """
 
 from __future__ import annotations
@@ -74,33 +74,29 @@ def _size(row, numel):
 
 @triton.jit
 def _encode_rows(x, scales, codes, row, size, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
-    """Blocks `row` [rows, 1] of `size` values, as two halves [rows, 128]."""
+    """Blocks `row` [rows, 1] of `size` values."""
     BITS: tl.constexpr = 1 + EXPONENT + MANTISSA
     LEAST_SCALE: tl.constexpr = (1 << EXPONENT) + MANTISSA
-    half = (size + 1) // 2
-    column = tl.arange(0, _HALF)[None, :]
-    in_low, in_high = column < half, column < size - half
-    at = x + row * _BLOCK + column
-    low = tl.load(at, mask=in_low, other=0.0).to(tl.int32, bitcast=True)
-    high = tl.load(at + half, mask=in_high, other=0.0).to(tl.int32, bitcast=True)
+    ROWS: tl.constexpr = row.shape[0]
+    column = tl.arange(0, _BLOCK)[None, :]
+    bits = tl.load(x + row * _BLOCK + column, mask=column < size, other=0.0).to(tl.int32, bitcast=True)
     # Bits order magnitudes, and put NaN above infinity.
-    largest = tl.max(tl.maximum(low & 0x7FFFFFFF, high & 0x7FFFFFFF), axis=1, keep_dims=True)
+    largest = tl.max(bits & 0x7FFFFFFF, axis=1, keep_dims=True)
     top = ((largest >> (22 - MANTISSA)) + 1) >> (MANTISSA + 1)  # biased exponent, rounded
     top = tl.minimum(tl.maximum(top, LEAST_SCALE), 255)
     tl.store(scales + row, top.to(tl.uint8), mask=size > 0)
-    low = _codes(low, top, EXPONENT, MANTISSA)
-    high = _codes(high, top, EXPONENT, MANTISSA)
+    code = _codes(bits, top, EXPONENT, MANTISSA)
     if BITS == 4:
-        tl.store(codes + row * _HALF + column, (low | (high << 4)).to(tl.uint8), mask=in_low)
+        low, high = tl.split(tl.reshape(code, [ROWS, _HALF, 2]))
+        column = tl.arange(0, _HALF)[None, :]
+        tl.store(codes + row * _HALF + column, (low | (high << 4)).to(tl.uint8), mask=column < (size + 1) // 2)
     else:
-        at = codes + row * _BLOCK + column
-        tl.store(at, low.to(tl.uint8), mask=in_low)
-        tl.store(at + half, high.to(tl.uint8), mask=in_high)
+        tl.store(codes + row * _BLOCK + column, code.to(tl.uint8), mask=column < size)
 
 
 @triton.jit
 def _codes(bits, top, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
-    """Bits of floats [rows, 128], biased exponents of the scales [rows, 1] -> codes as int32, as `SmallFloat._encode`.
+    """Bits of floats [rows, 256], biased exponents of the scales [rows, 1] -> codes as int32, as `SmallFloat._encode`.
 
     Floats are scaled in their exponent bits, which no flushing of subnormals can touch: read as normal floats below
     2^-126, the subnormals have code 0, as they should, since the least code's lower bound is 2^-126 or more.
@@ -117,27 +113,23 @@ def _codes(bits, top, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
 
 @triton.jit
 def _decode_rows(scales, codes, x, row, size, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
-    """Blocks `row` [rows, 1] of `size` values, as two halves [rows, 128]."""
+    """Blocks `row` [rows, 1] of `size` values."""
     BITS: tl.constexpr = 1 + EXPONENT + MANTISSA
-    half = (size + 1) // 2
-    column = tl.arange(0, _HALF)[None, :]
-    in_low, in_high = column < half, column < size - half
+    ROWS: tl.constexpr = row.shape[0]
+    column = tl.arange(0, _BLOCK)[None, :]
     scale = tl.load(scales + row, mask=size > 0, other=0).to(tl.int32) << 23
     if BITS == 4:
-        low = tl.load(codes + row * _HALF + column, mask=in_low, other=0).to(tl.int32)
-        high = low >> 4
+        half = tl.arange(0, _HALF)[None, :]
+        pairs = tl.load(codes + row * _HALF + half, mask=half < (size + 1) // 2, other=0).to(tl.int32)
+        code = tl.reshape(tl.join(pairs, pairs >> 4), [ROWS, _BLOCK])
     else:
-        at = codes + row * _BLOCK + column
-        low = tl.load(at, mask=in_low, other=0).to(tl.int32)
-        high = tl.load(at + half, mask=in_high, other=0).to(tl.int32)
-    at = x + row * _BLOCK + column
-    tl.store(at, _values(low, scale, EXPONENT, MANTISSA), mask=in_low)
-    tl.store(at + half, _values(high, scale, EXPONENT, MANTISSA), mask=in_high)
+        code = tl.load(codes + row * _BLOCK + column, mask=column < size, other=0).to(tl.int32)
+    tl.store(x + row * _BLOCK + column, _values(code, scale, EXPONENT, MANTISSA), mask=column < size)
 
 
 @triton.jit
 def _values(code, scale, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
-    """Codes [rows, 128] in the low bits of int32, bits of the scales [rows, 1] -> fp32, as `SmallFloat.decode`."""
+    """Codes [rows, 256] in the low bits of int32, bits of the scales [rows, 1] -> fp32, as `SmallFloat.decode`."""
     BITS: tl.constexpr = 1 + EXPONENT + MANTISSA
     E_MIN: tl.constexpr = 2 - (1 << EXPONENT)
     v = ((code & ((1 << (BITS - 1)) - 1)) << (23 - MANTISSA)) + ((126 + E_MIN) << 23)

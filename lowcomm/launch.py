@@ -161,11 +161,11 @@ def _torchrun(jobs: list[_Job], words: list[str], log_path: Path) -> None:
         raise LaunchError(f"{title} failed with exit code {child.returncode}; {log_path}:\n{told}")
 
 
-def _clear(job: _Job, *, keep: bool) -> None:
-    """Make a run's folder ready; `keep` what the same source left there."""
+def _clear(job: _Job, source: str, *, keep: bool) -> None:
+    """Make a run's folder ready; `keep` what the same source (a digest) left there."""
     if found := strangers(job.out):
         raise LaunchError(f"{job.out} holds {', '.join(found[:5])}, which no run puts there: choose another folder")
-    if made_with(job.out) != source_digest():
+    if made_with(job.out) != source:
         if (job.out / "checkpoints").exists():
             print(f"{job.title}: the source has changed since its checkpoint was written; starting over")
         keep = False
@@ -200,7 +200,7 @@ def launch(
     job = _Job(config, out or run_dir(config))
     times = times or times_dir(config)
     data = data or data_dir(config.data.corpus, config.scale)
-    _clear(job, keep=True)
+    _clear(job, source_digest(), keep=True)
     (job.out / "summary.json").unlink(missing_ok=True)
     words = [run, "--scale", config.scale, "--seed", str(config.seed)] + (["--variant", variant] if variant else [])
     folders = ["--out", str(job.out), "--times", str(times), "--data", str(data)]
@@ -233,11 +233,13 @@ def launch_all(
     root = out or BUILD / "runs" / scale / run
     jobs = [_Job(config, run_dir(config, root)) for config in points]
     card = (data or data_dir(points[0].data.corpus, scale)) / "card.json"
-    made_from = f"{source_digest()} {hashlib.sha256(card.read_bytes()).hexdigest() if card.exists() else 'no corpus'}"
+    source = source_digest()
+    made_from = f"{source} {hashlib.sha256(card.read_bytes()).hexdigest() if card.exists() else 'no corpus'}"
     marker = root / _UNFINISHED
     goes_on = marker.exists() and marker.read_text() == made_from
     for job in jobs:
-        _clear(job, keep=goes_on and (complete(job.out, job.config) or not (job.out / "summary.json").exists()))
+        done = complete(job.out, job.config, source)
+        _clear(job, source, keep=goes_on and (done or not (job.out / "summary.json").exists()))
     for mark in list(root.rglob(MADE_WITH)):  # of variants and seeds that params.yaml no longer has
         if mark.parent not in {job.out for job in jobs}:
             clear_run(mark.parent)

@@ -51,7 +51,6 @@ class Metrics:
 #: Holds `source.source_digest()`: marks a folder as a run's, and says what it was made with.
 MADE_WITH = "source.sha256"
 
-
 _FOLDERS = ("metrics", "checkpoints")
 _FILES = ("summary.json", "summary.tmp", "model.safetensors", MADE_WITH)
 
@@ -61,10 +60,10 @@ def made_with(out: Path) -> str | None:
     return (out / MADE_WITH).read_text() if (out / MADE_WITH).exists() else None
 
 
-def complete(out: Path, config: RunConfig) -> bool:
-    """Whether a folder holds the whole run of a configuration."""
+def complete(out: Path, config: RunConfig, source: str) -> bool:
+    """Whether a folder holds the whole run of a configuration, made with the source of a digest."""
     path = out / "summary.json"
-    return path.exists() and json.loads(path.read_text())["run"] == config.to_dict()
+    return made_with(out) == source and path.exists() and json.loads(path.read_text())["run"] == config.to_dict()
 
 
 def strangers(out: Path) -> list[str]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import json
 import logging
 import math
@@ -30,163 +29,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lowcomm import params
 from lowcomm.accounting import parameters as count_parameters
 from lowcomm.accounting import training_flops
 from lowcomm.checkpoint import Checkpoints, save_tensors
-from lowcomm.comm import World, run_threads, world_from_torchrun
-from lowcomm.config import ConfigError, RunConfig, TrainConfig
+from lowcomm.comm import World
+from lowcomm.config import ConfigError, RunConfig
 from lowcomm.data import TokenData
-from lowcomm.metrics import MADE_WITH, Metrics, clear_run, complete, made_with, read_metrics
-from lowcomm.model import Decoder
-from lowcomm.outer import DataParallel, Engine, Evaluated, LocalUpdates
+from lowcomm.metrics import MADE_WITH, Metrics, clear_run, complete, read_metrics
+from lowcomm.ranks import run_threads, world_from_torchrun
 from lowcomm.source import source_digest
 from lowcomm.stop import StopAgreement, requested, stop_between_runs, stop_on_signals
+from lowcomm.trainer import Trainer
 
 log = logging.getLogger("lowcomm")
 _SOURCE = source_digest()  # as it is when it is loaded
-
-
-def learning_rate(step: int, t: TrainConfig) -> float:
-    """The inner learning rate of step 1..steps: linear warm-up, then decay to final_lr_fraction of the peak."""
-    if step <= t.warmup_steps:
-        return t.lr * step / t.warmup_steps
-    if t.decay == "constant":
-        return t.lr
-    done = (step - t.warmup_steps) / max(1, t.steps - t.warmup_steps)
-    shape = 1 - done if t.decay == "linear" else 0.5 * (1 + math.cos(math.pi * done))
-    return t.lr * (t.final_lr_fraction + (1 - t.final_lr_fraction) * shape)
-
-
-def inner_optimizer(model: torch.nn.Module, t: TrainConfig) -> torch.optim.Optimizer:
-    """AdamW or SGD over all parameters; weight decay on matrices alone."""
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
-    vectors = [p for p in model.parameters() if p.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": t.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    if t.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=t.lr)
-    fused = not any(hasattr(p, "device_mesh") for p in matrices)
-    return torch.optim.AdamW(groups, lr=t.lr, betas=(t.beta1, t.beta2), eps=t.eps, fused=fused)
-
-
-def make_engine(model: Decoder, world: World, config: RunConfig) -> Engine:
-    """The engine of `method.exchange`."""
-    if config.method.exchange == "fsdp":
-        from lowcomm.fsdp import FullySharded  # imports torch's distributed tensors, a second or so
-
-        return FullySharded(model, world, config.method, config.train)
-    if config.method.exchange == "gradients":
-        return DataParallel(model, world, config.method, config.train)
-    return LocalUpdates(model, world, config.method, config.train, seed=config.seed)
-
-
-def _local(x: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor, or the tensor."""
-    return x.to_local() if hasattr(x, "to_local") else x
-
-
-class Trainer:
-    """One rank of one run. `train()` below is the way in."""
-
-    def __init__(self, config: RunConfig, world: World, data: TokenData):
-        if config.replicas != world.replicas:
-            raise ConfigError(f"run {config.name} has {config.replicas} replicas, the world has {world.replicas}")
-        self.config, self.world, self.data = config, world, data
-        for key, value in dataclasses.asdict(config.data).items():
-            if (was := data.card.get("settings", {}).get(key)) != value:
-                raise ConfigError(
-                    f"data.{key} = {value}, but the corpus was prepared with {was}:"
-                    f" prepare it again (dvc repro data@{config.data.corpus})"
-                )
-        if config.train.compile:
-            torch.compiler.reset()  # what an earlier run in this process compiled must not decide what this one does
-        if world.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(world.device)
-        self.model = Decoder(config.model).initialise(config.seed).to(world.device)
-        self.engine = make_engine(self.model, world, config)
-        self.optimizer = inner_optimizer(self.model, config.train)
-        self.losses = torch.compile(self.model.losses) if config.train.compile else self.model.losses
-
-    def _autocast(self) -> torch.autocast:
-        return torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.config.train.precision == "bf16")
-
-    def step(self, step: int) -> dict[str, Any]:
-        """One inner step, and whatever exchange the engine does after it. Returns a metrics row."""
-        t, world = self.config.train, self.world
-        world.step = step
-        lr = learning_rate(step, t)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.engine.before_step(step)
-        tokens = self.data.batch(step, world.replica, world.replicas).to(world.device, non_blocking=True)
-        entropies = []
-        for part in tokens.chunk(t.accumulation):
-            with self._autocast():
-                loss, entropy = self.losses(part[:, :-1], part[:, 1:])
-            (loss / t.accumulation if t.accumulation > 1 else loss).backward()
-            entropies.append(entropy.detach())
-        self.engine.average_gradients()
-        norm = self._clip()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        logged = self.engine.after_step(step)
-        loss = torch.stack(entropies).mean() if len(entropies) > 1 else entropies[0]
-        return {"step": step, "loss": loss, "lr": lr, "grad_norm": norm} | logged
-
-    def _clip(self) -> Tensor:
-        """Scale gradients to norm clip_norm at most; returns the norm before. Inner gradients only."""
-        grads = [_local(p.grad) for p in self.model.parameters() if p.grad is not None]
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
-        if self.config.method.exchange == "fsdp":
-            norm = self.world.sum(norm.square().reshape(1), purpose="fsdp norm").sqrt()[0]
-        if self.config.train.clip_norm:
-            torch._foreach_mul_(grads, (self.config.train.clip_norm / (norm + 1e-6)).clamp(max=1.0))
-        return norm
-
-    @torch.no_grad()
-    def evaluate(self, which: Evaluated = "agreed") -> float:
-        """Mean validation cross-entropy (nats per token) of the evaluated parameters, the same on every rank."""
-        world, rows = self.world, self.config.local_batch // self.config.train.accumulation
-        windows = self.data.validation(self.config.train.eval_sequences)
-        total = torch.zeros(2, dtype=torch.float64)
-        with self.engine.evaluated(which), self._autocast():
-            for begin in range(0, len(windows), rows * world.replicas):
-                part = windows[begin + world.replica * rows :][:rows]
-                mine = len(part) if begin + world.replica * rows < len(windows) else 0
-                # A rank without windows runs one for nothing: sharded models need all ranks in each forward.
-                part = (part if mine else windows[:1]).to(world.device)
-                entropy = self.losses(part[:, :-1], part[:, 1:])[1]
-                total += torch.tensor([entropy.item() * mine, mine], dtype=torch.float64)
-        total = total.to(world.device)
-        loss_sum, count = world.sum(total, purpose="evaluation").tolist()
-        return loss_sum / count
-
-    def tensors(self) -> dict[str, Tensor]:
-        """All state of this rank, by name: model, inner optimizer, engine."""
-        named = {f"model/{n}": _local(p) for n, p in self.model.named_parameters()}
-        for name, p in self.model.named_parameters():
-            for key, value in self.optimizer.state.get(p, {}).items():
-                named[f"inner/{name}/{key}"] = _local(value)
-        return named | {f"engine/{n}": b for n, b in self.engine.state().items()}
-
-    @torch.no_grad()
-    def load(self, tensors: dict[str, Tensor]) -> None:
-        """Put back what `tensors` gave."""
-        for name, p in self.model.named_parameters():
-            _local(p).copy_(tensors[f"model/{name}"])
-            prefix = f"inner/{name}/"
-            state = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
-            for key, value in state.items():
-                if value.dim() == 0:  # the step count; fused kernels read it where the parameters are
-                    fused = self.optimizer.defaults.get("fused")
-                    self.optimizer.state[p][key] = value.clone().to(p.device if fused else "cpu")
-                else:
-                    like = torch.zeros_like(p)
-                    _local(like).copy_(value)
-                    self.optimizer.state[p][key] = like
-        self.engine.load({k.removeprefix("engine/"): v for k, v in tensors.items() if k.startswith("engine/")})
 
 
 def train(
@@ -204,7 +62,7 @@ def train(
     machine (default: beside `out`). `on_row` sees each metrics row, for a notebook. A stopped run's
     summary has `complete = False`. Raises ConfigError and CommError.
     """
-    times = times or out.with_name(out.name + "-times")
+    times = times or _beside(out)
     try:
         for folder in (out, times):
             folder.mkdir(parents=True, exist_ok=True)
@@ -268,6 +126,26 @@ def train(
         stop.close()
         metrics.close()
         clock.close()
+
+
+def train_in_threads(
+    config: RunConfig,
+    data_folder: Path,
+    out: Path,
+    times: Path | None = None,
+    *,
+    on_row: Callable[[Trainer, dict], None] | None = None,
+) -> dict[str, Any]:
+    """`train` on a thread a rank; returns rank 0's summary."""
+    return run_threads(
+        lambda world: train(config, world, data_folder, out, times, on_row=on_row),
+        replicas=config.replicas,
+        comm=config.comm,
+    )[0]
+
+
+def _beside(out: Path) -> Path:
+    return out.with_name(f"{out.name}-times")
 
 
 def _save(
@@ -357,12 +235,15 @@ def _jobs(args: argparse.Namespace) -> list[tuple[RunConfig, Path, Path, Path]]:
     jobs = []
     for run in configs:
         out = params.run_dir(run, args.out) if args.all or not args.out else args.out
-        times = args.out.with_name(f"{args.out.name}-times") if args.out else None
-        times = args.times or (times if times and not args.all else params.times_dir(run, times))
-        if args.all and made_with(out) == _SOURCE and complete(out, run):
+        if args.out:
+            beside = _beside(args.out)
+            times = params.times_dir(run, beside) if args.all else beside
+        else:
+            times = params.times_dir(run)
+        if args.all and complete(out, run, _SOURCE):
             log.info("%s is complete", out)
         else:
-            jobs.append((run, out, times, args.data or params.data_dir(run.data.corpus, run.scale)))
+            jobs.append((run, out, args.times or times, args.data or params.data_dir(run.data.corpus, run.scale)))
     if len({(run.comm.backend, run.comm.timeout_s) for run, *_ in jobs}) > 1:
         raise ConfigError(
             f"the variants of {args.run} share a transport: comm.backend and comm.timeout_s must be equal"
@@ -396,8 +277,7 @@ def main(argv: list[str] | None = None) -> int:
                 stop = stop_between_runs(world)
                 world.leave()
             else:
-                work = functools.partial(_in_thread, run, data, out, times)
-                run_threads(work, replicas=run.replicas, comm=run.comm)
+                train_in_threads(run, data, out, times)
                 stop = requested.is_set()
             if stop:
                 break
@@ -414,10 +294,6 @@ def main(argv: list[str] | None = None) -> int:
         sys.stderr.flush()
         os._exit(1)  # wires may still wait for peers; nothing here is worth waiting for
     return 0
-
-
-def _in_thread(run: RunConfig, data: Path, out: Path, times: Path, world: World) -> dict[str, Any]:
-    return train(run, world, data, out, times)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,6 @@
    like: `World.sum` over the bare all-reduce, `World.mean` over the all-reduce and a division.
 4. E3M0 to and from bytes, on the GPU or one core: its speed as a share of a memory copy's, and the seconds of a plain
    PyTorch expression of the same over its own.
-5. Streaming DiLoCo over an emulated link of 80 Mbit/s: the share of the transfers that a long tau hides, and the
-   compute utilisation over that of the trace's replay.
 
 In 1 the two alternate in blocks inside one process, in 3 call by call inside the same ranks, so that a
 machine whose speed drifts slows both. Medians are quoted, with the quartiles.
@@ -30,15 +28,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from lowcomm.codecs import BLOCK as CODEC_BLOCK
+from lowcomm.bits import BLOCK as CODEC_BLOCK
 from lowcomm.codecs import SmallFloat, make_codec
-from lowcomm.comm import default_device, run_threads, world_from_torchrun
 from lowcomm.config import ROOT
 from lowcomm.data import TokenData, prepared
 from lowcomm.model import Decoder
 from lowcomm.params import run_config
-from lowcomm.replay import hidden, read_traces, recorded, replay
-from lowcomm.train import Trainer, inner_optimizer, train
+from lowcomm.ranks import default_device, world_from_torchrun
+from lowcomm.train import train_in_threads
+from lowcomm.trainer import Trainer, inner_optimizer
 
 BLOCK, BLOCKS = 50, 12
 PAYLOADS = {1_000_000: 100, 16_000_000: 30}  # fp32 values -> calls: 4 MB and 64 MB
@@ -94,7 +92,7 @@ def trainer_and_engine() -> tuple[list[float], list[float]]:
             mark[0] = time.perf_counter()
 
     with tempfile.TemporaryDirectory() as out:
-        run_threads(lambda w: train(config, w, folder, Path(out) / "run", on_row=on_row), replicas=1)
+        train_in_threads(config, folder, Path(out) / "run", on_row=on_row)
     return ratios[1:-1], shares[1:-1]  # the first block warms up, the last holds the exchange
 
 
@@ -164,14 +162,14 @@ def _plain_encode(x: torch.Tensor, codec: SmallFloat) -> torch.Tensor:
     magnitudes = codec.values[: codec.values.numel() // 2].to(x.device)
     code = torch.bucketize(blocks.abs() / 2**exponent, (magnitudes[1:] + magnitudes[:-1]) / 2, right=True)
     code = (code + 8 * torch.signbit(blocks)).to(torch.uint8)
-    packed = code[:, : CODEC_BLOCK // 2] | code[:, CODEC_BLOCK // 2 :] << 4
+    packed = code[:, ::2] | code[:, 1::2] << 4
     return torch.cat([(exponent[:, 0] + 127).to(torch.uint8), packed.view(-1)])
 
 
 def _plain_decode(packed: torch.Tensor, numel: int, codec: SmallFloat) -> torch.Tensor:
     blocks = numel // CODEC_BLOCK
     bytes_ = packed[blocks:].view(blocks, -1)
-    code = torch.cat([bytes_ & 15, bytes_ >> 4], dim=1)
+    code = torch.stack([bytes_ & 15, bytes_ >> 4], dim=2).view(blocks, -1)
     return (codec.values.to(packed.device)[code.long()] * 2.0 ** (packed[:blocks].float() - 127)[:, None]).view(-1)
 
 
@@ -204,29 +202,6 @@ def codec_speed(calls: int = 20) -> dict[str, tuple[list[float], list[float]]]:
     return found
 
 
-def overlap(tau: int = 8, runs: int = 4) -> tuple[list[float], list[float]]:
-    """(share of the transfers that tau hides, utilisation over the replay's), a value a run."""
-    data, steps = prepared("docstrings", "smoke"), 60
-    config = run_config(
-        "streaming_h30",
-        scale="smoke",
-        model={"dim": 192, "ffn_dim": 768, "heads": 4},
-        train={"steps": steps, "eval_every": 0, "eval_sequences": 4, "evaluate_also": []},
-        method={"sync_every_steps": 12, "layers_per_fragment": 1, "codec": "int8", "overlap_steps": [tau]},
-        comm={"link_mbit_per_s": 80, "link_latency_ms": 1, "trace": True},
-    )
-    shares, ratios = [], []
-    for _ in range(runs):
-        with tempfile.TemporaryDirectory() as folder:
-            out, times = Path(folder) / "run", Path(folder) / "times"
-            run_threads(lambda w, o=out, t=times: train(config, w, data, o, t), replicas=2, comm=config.comm)
-            traces = [[s for s in rank if s.step <= steps - tau] for rank in read_traces(times)]
-        shares.append(hidden(traces, "outer"))
-        again = replay(traces, 0.08, latency_s=0.001)
-        ratios.append(float(recorded(traces).utilisation / again.utilisation))
-    return shares, ratios
-
-
 def main() -> int:
     """Run all benchmarks and print a table."""
     if "RANK" in os.environ:
@@ -240,9 +215,6 @@ def main() -> int:
     for name, (share, faster) in codec_speed().items():
         print(f"| E3M0 {name} over a memory copy of the fp32 values, speed | {quartiles(share)} | at least 0.25 |")
         print(f"| plain PyTorch's seconds over ours, E3M0 {name} | {quartiles(faster)} | at least 3 |")
-    shares, ratios = overlap()
-    print(f"| share of transfers at 80 Mbit/s that tau = 8 hides | {quartiles(shares)} | at least 0.9 |")
-    print(f"| compute utilisation over the replay's | {quartiles(ratios)} | 0.9 to 1.1 |")
     for ranks in RANKS:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}

@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 
-from lowcomm.comm import World, run_threads
 from lowcomm.config import CorpusConfig, DataConfig, RunConfig
 from lowcomm.data import prepare
 from lowcomm.params import run_config
-from lowcomm.train import train
 
 VOCAB = 400
 DATA = DataConfig("docstrings", VOCAB, max_characters=150_000)
@@ -55,12 +53,3 @@ def command_line(config: RunConfig, corpus: Path, out: Path) -> list[str]:
     """Words after `-m` that train `config` from the command line."""
     words = ["lowcomm.train", config.name, "--scale", "smoke", "--data", str(corpus), "--out", str(out)]
     return words + [w for s in settings_of(config) for w in ("--set", s)]
-
-
-def train_in_threads(config: RunConfig, corpus: Path, out: Path, **kwargs: Any) -> dict[str, Any]:
-    """Train on threads; rank 0's summary."""
-
-    def work(world: World) -> dict[str, Any]:
-        return train(config, world, corpus, out, **kwargs)
-
-    return run_threads(work, replicas=config.replicas, comm=config.comm)[0]

@@ -14,8 +14,8 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
-from lowcomm.comm import run_threads, world_from_torchrun
 from lowcomm.config import ROOT, CommConfig
+from lowcomm.ranks import run_threads, world_from_torchrun
 
 
 def as_threads(case: str, replicas: int, folder: Path, *, stages: int = 1, **comm: Any) -> list[Any]:

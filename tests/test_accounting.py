@@ -13,7 +13,7 @@ from lowcomm.accounting import forward_flops, mean_bytes, memory, rounds, shares
 from lowcomm.config import MethodConfig, TrainConfig
 from lowcomm.model import Decoder, ModelConfig
 from lowcomm.outer import LocalUpdates
-from lowcomm.train import inner_optimizer
+from lowcomm.trainer import inner_optimizer
 from tests.test_model import SMALL, VARIANTS
 
 TRAIN = TrainConfig(steps=10, global_batch=2, seq_len=16, lr=1e-3, warmup_steps=1, eval_every=0, eval_sequences=2)
@@ -39,7 +39,7 @@ def test_flops_are_what_torch_counts(change: dict) -> None:
 )
 @pytest.mark.parametrize("inner", ["adamw", "sgd"])
 def test_memory_is_what_is_allocated(outer: str, buffers: int, offload: bool, inner: str) -> None:
-    from lowcomm.comm import run_threads
+    from lowcomm.ranks import run_threads
 
     fragments = {"fragments": "strided", "layers_per_fragment": 1}
     method = MethodConfig(

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from lowcomm.accounting import mean_bytes, ring_seconds, shares
-from lowcomm.comm import World, run_threads
+from lowcomm.comm import World
 from lowcomm.config import ROOT, CommConfig, ConfigError
+from lowcomm.ranks import run_threads
 from lowcomm.transport import PIECE_BYTES, PIECES_AHEAD, CommError, ThreadHub, ThreadTransport
 from lowcomm.wire import VirtualClock
 from tests.harness import as_processes, as_threads

@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 
 from lowcomm.config import ConfigError
 from lowcomm.metrics import read_metrics
-from tests.conftest import command_line, small_run, train_in_threads
+from lowcomm.train import train_in_threads
+from tests.conftest import command_line, small_run
 from tests.harness import torchrun
 
 #: Plain SGD without clipping: elementwise, so that equal gradients give equal weights.

@@ -13,7 +13,8 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from lowcomm import kernels
-from lowcomm.codecs import BLOCK, PowerOfTwo, SmallFloat, _blocks, _Scratch
+from lowcomm.bits import BLOCK, Scratch, blocks
+from lowcomm.codecs import PowerOfTwo, SmallFloat
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FORMATS = [(3, 0), (2, 1), (2, 5), (3, 4), (4, 3), (5, 2)]
@@ -24,8 +25,8 @@ def reference(x, exponent, mantissa):
     """As `SmallFloat.encode`, without refusing."""
     codec = SmallFloat(exponent, mantissa)
     packed = torch.empty(codec.nbytes(x.numel()), dtype=torch.uint8)
-    for values, scales, codes in _blocks(x, packed, codec.bits):
-        codec._encode(values, scales, codes, _Scratch(x.device))
+    for values, scales, codes in blocks(x, packed, codec.bits):
+        codec._encode(values, scales, codes, Scratch(x.device))
     return packed
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from lowcomm.accounting import encoded_mean_bytes, encoded_mean_in_shares
 from lowcomm.codecs import make_codec
-from lowcomm.comm import World, run_threads
+from lowcomm.comm import World
 from lowcomm.config import RunConfig
 from lowcomm.data import TokenData
 from lowcomm.fragment import Momentum, flatten
@@ -19,8 +19,10 @@ from lowcomm.metrics import read_metrics
 from lowcomm.model import Decoder
 from lowcomm.outer import pairwise_cosine
 from lowcomm.peers import PEERS
-from lowcomm.train import Trainer, inner_optimizer, learning_rate, train
-from tests.conftest import command_line, small_run, train_in_threads
+from lowcomm.ranks import run_threads
+from lowcomm.train import train, train_in_threads
+from lowcomm.trainer import Trainer, inner_optimizer, learning_rate
+from tests.conftest import command_line, small_run
 from tests.harness import torchrun
 
 STREAMING = {"fragments": "strided", "layers_per_fragment": 1, "sync_every_steps": 5}

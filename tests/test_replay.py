@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lowcomm.comm import World, run_threads
+from lowcomm.comm import World
 from lowcomm.config import CommConfig
+from lowcomm.ranks import run_threads
 from lowcomm.replay import hidden, read_traces, recorded, replay
-from lowcomm.train import Trainer, train
+from lowcomm.train import train_in_threads
+from lowcomm.trainer import Trainer
 from lowcomm.wire import Span
 from tests.conftest import small_run
 
@@ -81,7 +83,7 @@ def _traced(corpus: Path, out: Path, monkeypatch: pytest.MonkeyPatch, step_s: fl
         return inner(self)
 
     monkeypatch.setattr(Trainer, "_clip", steady)
-    run_threads(lambda w: train(config, w, corpus, out / "run", out / "times"), replicas=2, comm=config.comm)
+    train_in_threads(config, corpus, out / "run", out / "times")
     return read_traces(out / "times")
 
 

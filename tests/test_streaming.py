@@ -11,15 +11,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lowcomm.comm import World, run_threads
+from lowcomm.comm import World
 from lowcomm.config import ConfigError
 from lowcomm.fragment import flatten
 from lowcomm.metrics import read_metrics
 from lowcomm.model import Decoder
+from lowcomm.ranks import run_threads
 from lowcomm.streaming import Schedule, layer_fragments, parameter_fragments
-from lowcomm.train import Trainer, train
+from lowcomm.train import train, train_in_threads
+from lowcomm.trainer import Trainer
 from lowcomm.transport import CommError
-from tests.conftest import command_line, small_run, train_in_threads
+from tests.conftest import command_line, small_run
 from tests.harness import torchrun
 
 

@@ -17,13 +17,15 @@ import torch
 from safetensors.torch import load_file
 
 from lowcomm import stop
-from lowcomm.comm import World, run_threads
+from lowcomm.comm import World
 from lowcomm.config import ConfigError, RunConfig
 from lowcomm.data import TokenData
 from lowcomm.metrics import read_metrics
 from lowcomm.model import Decoder
-from lowcomm.train import Trainer, learning_rate, train
-from tests.conftest import command_line, small_run, train_in_threads
+from lowcomm.ranks import run_threads
+from lowcomm.train import train, train_in_threads
+from lowcomm.trainer import Trainer, learning_rate
+from tests.conftest import command_line, small_run
 from tests.harness import clean_environment, torchrun, torchrun_command
 
 DETERMINED = ("summary.json", "model.safetensors", "metrics/rank-000.jsonl", "metrics/rank-001.jsonl")
