@@ -314,7 +314,8 @@ def test_a_fresh_start_leaves_nothing_of_the_run_before(corpus: Path, tmp_path: 
 
 def test_an_interrupted_cell_stops_its_ranks_with_a_checkpoint(corpus: Path, tmp_path: Path) -> None:
     code = (
-        "import os; from pathlib import Path; from tests.conftest import small_run, train_in_threads;"
+        "import os; from pathlib import Path; from lowcomm.train import train_in_threads;"
+        "from tests.conftest import small_run;"
         "config = small_run('diloco_m2', train={'steps': 10**6});"
         "hit = lambda trainer, row: row['step'] == 20 and trainer.world.rank == 0 and os.kill(os.getpid(), 2);"
         f"train_in_threads(config, Path({str(corpus)!r}), Path({str(tmp_path / 'run')!r}), on_row=hit)"
