@@ -1,16 +1,24 @@
-"""One axis of the grid: verbs on their way, in order, on a thread of their own.
+"""One axis of the grid: verbs on their way, in order, on threads of their own.
 
-A verb is submitted with its body; the axis' thread runs bodies one after the other and the caller gets a
-Handle. Inside a body, `Op.swap` moves tensors: it names them, bills them, and keeps the link's time.
+A verb is submitted with its body to a lane of the axis; the lane's thread runs bodies one after the other and the
+caller gets a Handle. Inside a body, `Op.swap` moves tensors: it names them, bills them, and keeps the link's time.
+
+A rank that waits must not hold up what others wait for, so there is a lane for each sort of traffic; all lanes of
+an axis share its link.
+
+    main      verbs of the whole axis, or of a group, in the order that all members call them
+    ahead     the same of what is sent before it is needed, and called in an order of its own
+    out, in   messages from one rank to another
 """
 
 from __future__ import annotations
 
 import queue
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,8 +29,13 @@ from lowcomm.wire import Link, Span
 if TYPE_CHECKING:
     from lowcomm.comm import World
 
-#: The axes, and the transport's channel of each.
-CHANNELS = {"replica": 0, "stage": 1, "world": 2}
+Lane = Literal["main", "ahead", "out", "in"]
+#: The transport's channel of each axis and lane; a message leaves by "out" and comes in by "in".
+CHANNELS = {
+    (axis, lane): 3 * i + kind
+    for i, axis in enumerate(("replica", "stage", "route", "world"))
+    for lane, kind in (("main", 0), ("ahead", 1), ("out", 2), ("in", 2))
+}
 
 
 class Handle:
@@ -56,10 +69,11 @@ def _used_here(value: Any) -> None:
 class Op:
     """One verb on its way: names, clock and bill of its messages."""
 
-    def __init__(self, axis: AxisState, verb: str, purpose: str, agreed: str):
-        self.axis, self.verb, self.purpose = axis, verb, purpose
+    def __init__(self, axis: AxisState, lane: Lane, verb: str, purpose: str, agreed: str, ranks: int):
+        self.axis, self.lane, self.verb, self.purpose = axis, lane, verb, purpose
         self.world = axis.world
         self.step = self.world.step
+        self.ranks = ranks
         self.name = f"{verb} of {agreed} for {purpose!r}"
         self.submitted = self.finished = self.world.clock.now()
         self.nbytes = self.phases = 0
@@ -102,10 +116,11 @@ class Op:
         bare = agreed and not timed
         outgoing, taken = [], []
         for dst, x in out:
-            begin = max(self._now(), axis.egress_free)
             nbytes = x.numel() * x.element_size()
-            axis.egress_free = begin + link.seconds(nbytes)
-            self.world.ledger.bill(axis.name, self.purpose, self.step, nbytes)
+            with axis.lock:
+                begin = max(self._now(), axis.egress_free)
+                axis.egress_free = begin + link.seconds(nbytes)
+                self.world.ledger.bill(axis.name, self.purpose, self.step, nbytes)
             self.nbytes += nbytes
             outgoing.append((ranks[dst], Header(self.name, tuple(x.shape), str(x.dtype), x.device.type, begin), x))
 
@@ -125,16 +140,17 @@ class Op:
                         f"rank {ranks[src]} sent {header.dtype}{list(header.shape)}, expected {x.dtype}{list(x.shape)}"
                     )
                 if timed:
-                    begin = max(header.begin + link.latency_s, axis.ingress_free)
-                    axis.ingress_free = begin + link.seconds(x.numel() * x.element_size())
-                    self.finished = max(self.finished, axis.ingress_free)
+                    with axis.lock:
+                        begin = max(header.begin + link.latency_s, axis.ingress_free)
+                        axis.ingress_free = begin + link.seconds(x.numel() * x.element_size())
+                        self.finished = max(self.finished, axis.ingress_free)
                 taken.append(x)
                 return x
 
             return check
 
         self.world.transport.swap(
-            CHANNELS[axis.name],
+            CHANNELS[axis.name, self.lane],
             outgoing,
             [(ranks[src], x, accept(src, x)) for src, x in into],
             buffered=buffered,
@@ -153,6 +169,7 @@ class Op:
                     self.verb,
                     self.purpose,
                     self.step,
+                    self.ranks,
                     self.nbytes,
                     self.phases,
                     self.submitted,
@@ -163,21 +180,15 @@ class Op:
             )
 
 
-class AxisState:
-    """This rank's line of the grid along one axis, its wire, and the thread that works on it."""
+class _LaneThread:
+    """Carries out what it is given, in order."""
 
-    def __init__(self, world: World, name: str, ranks: list[int], link: Link):
-        self.world, self.name, self.ranks, self.link = world, name, ranks, link
-        self.index, self.size = ranks.index(world.rank), len(ranks)
-        self.device = world.device
-        self.egress_free = self.ingress_free = float("-inf")
+    def __init__(self, name: str, device: torch.device):
+        self.device = device
         self.free_at = float("-inf")
-        self.group = None  # process group, for native reductions only
-        self._count = 0
         self._tasks: queue.SimpleQueue = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name=f"{name}-wire-{world.rank}", daemon=True)
-        if self.size > 1:
-            self._thread.start()
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
 
     def _work(self) -> None:
         if self.device.type == "cuda":
@@ -187,6 +198,33 @@ class AxisState:
             task()
             del task  # and with it the tensors of the verb
 
+    def put(self, task: Callable[[], None]) -> None:
+        self._tasks.put(task)
+
+    def stop(self) -> None:
+        """Finish what is queued and end the thread: one that outlives the interpreter aborts the process."""
+        self._tasks.put(None)
+        self._thread.join()
+
+
+class AxisState:
+    """This rank's line of the grid along one axis, its link, and its lanes."""
+
+    def __init__(self, world: World, name: str, ranks: list[int], link: Link):
+        self.world, self.name, self.ranks, self.link = world, name, ranks, link
+        self.index, self.size = ranks.index(world.rank), len(ranks)
+        self.device = world.device
+        self.egress_free = self.ingress_free = float("-inf")
+        self.lock = threading.Lock()  # of the two above, which lanes share
+        self.group = None  # process group, for native reductions only
+        self._counts: dict[Any, int] = defaultdict(int)
+        self._lanes: dict[Lane, _LaneThread] = {}
+
+    def number(self, of: Any) -> int:
+        """How many there were of a kind before this one."""
+        self._counts[of] += 1
+        return self._counts[of] - 1
+
     def submit(
         self,
         verb: str,
@@ -194,26 +232,23 @@ class AxisState:
         agreed: str,
         body: Callable[[Op], Any],
         *,
-        everyone: bool = True,
+        ranks: int,
+        lane: Lane = "main",
     ) -> Handle:
-        """Queue `body`; `agreed` is what all who take part must say alike.
-
-        What the whole axis does is numbered, so that ranks out of step find out; what some members
-        do among themselves is matched by the order between each pair.
-        """
-        if everyone:
-            verb = f"{verb} #{self._count}"
-            self._count += 1
-        op = Op(self, verb, purpose, agreed)
+        """Queue `body`; `verb`, numbered, and `agreed` are what all `ranks` that take part must say alike."""
+        op = Op(self, lane, verb, purpose, agreed, ranks)
         future: Future = Future()
+        if lane not in self._lanes:
+            self._lanes[lane] = _LaneThread(f"{self.name}-{lane}-{self.world.rank}", self.device)
+        thread = self._lanes[lane]
 
         def task() -> None:
-            op.finished = max(op.finished, self.free_at)
+            op.finished = max(op.finished, thread.free_at)
             try:
                 value = op.carry_out(body)
                 if not self.world.clock.is_virtual:
                     op.finished = self.world.clock.now()
-                self.free_at = op.finished
+                thread.free_at = op.finished
             except Exception as error:  # whatever it is, the caller and the peers must hear of it
                 where = f"rank {self.world.rank} ({self.name} {self.index} of {self.size}), step {op.step}, {op.name}"
                 lost = CommError(f"{where}: {error}")
@@ -222,11 +257,11 @@ class AxisState:
             else:
                 future.set_result(value)
 
-        self._tasks.put(task)
+        thread.put(task)
         return Handle(self.world, future, op)
 
     def stop(self) -> None:
-        """Finish what is queued and end the thread: one that outlives the interpreter aborts the process."""
-        if self._thread.is_alive():
-            self._tasks.put(None)
-            self._thread.join()
+        """Finish what is queued on every lane."""
+        for thread in self._lanes.values():
+            thread.stop()
+        self._lanes.clear()

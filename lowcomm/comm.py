@@ -2,8 +2,9 @@
 
 Training code is the same on every rank and is handed a World. Ranks form a grid
 `arange(ranks).view(stages, replicas)`; a verb names an axis of it ("replica", "stage" or
-"world"), its purpose, and bills the bytes it sends. Each verb has an asynchronous form: the axis'
-own thread carries it out in order while the caller computes.
+"world"), its purpose, and bills the bytes it sends. Each verb has an asynchronous form: threads of the
+axis carry it out in order (`axis`) while the caller computes. "route" is the axis of messages between any two
+ranks, over the stages' link: what a pipeline sends whose replicas change partners.
 
     mean, sum        every rank gets the reduction; the bytes of a ring, in rank order
     encoded_mean     the same of values in a codec's encoding
@@ -28,13 +29,13 @@ import torch
 from torch import Tensor
 
 from lowcomm.accounting import block_shares, encoded_mean_in_shares, mean_bytes, shares
-from lowcomm.axis import AxisState, Handle, Op
+from lowcomm.axis import AxisState, Handle, Lane, Op
 from lowcomm.codecs import Codec
 from lowcomm.config import CommConfig, ConfigError
 from lowcomm.transport import CommError, ProcessTransport, Transport
 from lowcomm.wire import Ledger, Link, RealClock, Trace, VirtualClock
 
-Axis = Literal["replica", "stage", "world"]
+Axis = Literal["replica", "stage", "route", "world"]
 _SUMMED = (torch.float32, torch.float64, torch.int32, torch.int64)
 
 
@@ -86,6 +87,7 @@ class World:
         self._axes = {
             "replica": AxisState(self, "replica", grid[self.stage].tolist(), link),
             "stage": AxisState(self, "stage", grid[:, self.replica].tolist(), link),
+            "route": AxisState(self, "route", list(range(self.size)), link),
             "world": AxisState(self, "world", list(range(self.size)), Link()),  # control: no link is modelled
         }
         if comm.reduction == "native":
@@ -113,7 +115,8 @@ class World:
         if state.size == 1:
             return self.done(x)
         if state.group is not None:
-            return state.submit(f"native {verb}", purpose, _like(x), lambda op: self._native(op, x, verb))
+            named = self._named(state, f"native {verb}")
+            return state.submit(named, purpose, _like(x), lambda op: self._native(op, x, verb), ranks=state.size)
         flat = x.view(-1)
 
         def body(op: Op) -> Tensor:
@@ -123,45 +126,60 @@ class World:
             op.swap([(i, own) for i in to], [(i, flat[slice(*begin_end[i])]) for i in source], agreed=True)
             return x
 
-        return state.submit(verb, purpose, _like(x), body)
+        named = self._named(state, verb)
+        return state.submit(named, purpose, _like(x), body, ranks=state.size)
 
     def encoded_mean_async(
-        self, x: Tensor, codec: Codec, *, purpose: str, seed: int = 0, axis: Axis = "replica"
+        self,
+        x: Tensor,
+        codec: Codec,
+        *,
+        purpose: str,
+        seed: int = 0,
+        axis: Axis = "replica",
+        group: Sequence[int] | None = None,
+        ahead: bool = False,
     ) -> Handle:
         """Replace flat fp32 `x` by the mean of decode(encode(x)) over the axis; leave `x` alone until `wait()`.
 
         Each value is encoded once, by its owner, and summed in fp32 in rank order. Encoded values are gathered, or
         reduced in shares whose sums travel as fp32, whichever sends fewer bytes; the result is the same bit for bit.
+
+        With a `group` (indices on the axis) the mean is over its members, who alone take part. `ahead`: what is not
+        needed yet; it holds up no verb that is, and waits for none.
         """
         state = self._axes[axis]
-        ranks = range(state.size)
-        if state.size == 1:
+        members = self._members(state, group)
+        if len(members) == 1:
             return self.done(x.copy_(codec.decode(codec.encode(x, seed), x.numel())))
-        to, source = _rotation(list(ranks), state.index)
-        in_shares = encoded_mean_in_shares(x.numel(), codec, state.size)
-        bounds = block_shares(x.numel(), codec.block, state.size) if in_shares else [(0, x.numel())] * state.size
+        to, source = _rotation(members, state.index)
+        in_shares = encoded_mean_in_shares(x.numel(), codec, len(members))
+        shared = block_shares(x.numel(), codec.block, len(members)) if in_shares else [(0, x.numel())] * len(members)
+        bounds = dict(zip(members, shared, strict=True))
 
         def body(op: Op) -> Tensor:
             own = x[slice(*bounds[state.index])]
             if in_shares:
-                packed = [codec.encode(x[slice(*b)], seed) for b in bounds]
+                packed = {i: codec.encode(x[slice(*b)], seed) for i, b in bounds.items()}
             else:
-                packed = [codec.encode(x, seed)] * state.size
+                packed = dict.fromkeys(members, codec.encode(x, seed))
             taken = op.swap([(i, packed[i]) for i in to], [(i, None) for i in source])
             part_of = dict(zip(source, taken, strict=True)) | {state.index: packed[state.index]}
-            for i in ranks:
+            for i in members:
                 if part_of[i].numel() != codec.nbytes(own.numel()):
                     raise CommError(f"rank {state.ranks[i]} sent {part_of[i].numel()} bytes for {own.numel()} values")
-            total = codec.decode(part_of[0], own.numel())
-            for i in ranks[1:]:
+            total = codec.decode(part_of[members[0]], own.numel())
+            for i in members[1:]:
                 part = codec.decode(part_of[i], own.numel())
                 total = torch.add(total, part, out=part)
-            torch.div(total, state.size, out=own)
+            torch.div(total, len(members), out=own)
             if in_shares:
                 op.swap([(i, own) for i in to], [(i, x[slice(*bounds[i])]) for i in source], agreed=True)
             return x
 
-        return state.submit("encoded mean", purpose, _like(x), body)
+        lane: Lane = "ahead" if ahead else "main"
+        named = self._named(state, "encoded mean", members, lane)
+        return state.submit(named, purpose, _like(x), body, ranks=len(members), lane=lane)
 
     def reduce_scatter(self, x: Tensor, *, purpose: str, axis: Axis = "replica") -> Tensor:
         """The sum over the axis of this rank's share of flat `x` (`accounting.shares`). `x` is scratch after."""
@@ -170,7 +188,10 @@ class World:
         if state.size == 1:
             return x.view(-1)
         flat = x.view(-1)
-        return state.submit("reduce_scatter", purpose, _like(x), lambda op: self._reduce_share(op, flat, "sum")).wait()
+        named = self._named(state, "reduce_scatter")
+        return state.submit(
+            named, purpose, _like(x), lambda op: self._reduce_share(op, flat, "sum"), ranks=state.size
+        ).wait()
 
     def _reduce_share(self, op: Op, flat: Tensor, verb: Literal["sum", "mean"]) -> Tensor:
         """Exchange shares and reduce this rank's in rank order, into its place in `flat`."""
@@ -210,9 +231,7 @@ class World:
         The result is a list in group order; shapes may differ between members, dtypes may not.
         """
         state = self._axes[axis]
-        members = list(range(state.size)) if group is None else list(group)
-        if state.index not in members or len(set(members)) != len(members):
-            raise ValueError(f"group {members} must name each member once and hold this rank's index {state.index}")
+        members = self._members(state, group)
         if len(members) == 1:
             return self.done([x])
         to, source = _rotation(members, state.index)
@@ -222,21 +241,57 @@ class World:
             part_of = dict(zip(source, taken, strict=True)) | {state.index: x}
             return [part_of[i] for i in members]
 
-        everyone = len(members) == state.size
-        named = f"all {state.size}" if everyone else f"{len(members)}, {zlib.crc32(repr(members).encode()):08x}"
-        return state.submit("exchange", purpose, f"{x.dtype} among {named}", body, everyone=everyone)
+        return state.submit(self._named(state, "exchange", members), purpose, str(x.dtype), body, ranks=len(members))
 
     def send_async(self, x: Tensor, to: int, *, purpose: str, axis: Axis = "stage") -> Handle:
         """Send contiguous `x` to index `to`; the tensor may change as soon as `wait()` returns."""
-        return self._towards(to, axis).submit(
-            "message", purpose, "a tensor", lambda op: op.swap([(to, x)], [], buffered=True) and None, everyone=False
+        state = self._towards(to, axis)
+        return state.submit(
+            self._message(state, state.index, to),
+            purpose,
+            "a tensor",
+            lambda op: op.swap([(to, x)], [], buffered=True) and None,
+            ranks=2,
+            lane="out",
         )
 
     def recv_async(self, source: int, *, purpose: str, axis: Axis = "stage", like: Tensor | None = None) -> Handle:
         """Take the next tensor from index `source`, into `like` where given (shape and dtype are checked)."""
-        return self._towards(source, axis).submit(
-            "message", purpose, "a tensor", lambda op: op.swap([], [(source, like)])[0], everyone=False
+        state = self._towards(source, axis)
+        return state.submit(
+            self._message(state, source, state.index),
+            purpose,
+            "a tensor",
+            lambda op: op.swap([], [(source, like)])[0],
+            ranks=2,
+            lane="in",
         )
+
+    @staticmethod
+    def _message(state: AxisState, source: int, to: int) -> str:
+        return f"message #{state.number((source, to))} {source} to {to}"
+
+    @staticmethod
+    def _members(state: AxisState, group: Sequence[int] | None) -> list[int]:
+        members = list(range(state.size)) if group is None else list(group)
+        if (
+            state.index not in members
+            or len(set(members)) != len(members)
+            or not set(members) <= set(range(state.size))
+        ):
+            raise ValueError(
+                f"group {members} must name each member once, hold this rank's index {state.index} and be of axis"
+                f" {state.name!r} of size {state.size}"
+            )
+        return members
+
+    @staticmethod
+    def _named(state: AxisState, verb: str, members: list[int] | None = None, lane: Lane = "main") -> str:
+        """What members call a verb: numbered, so that ranks out of step find out."""
+        among = ""
+        if members is not None and len(members) < state.size:
+            among = f" among {len(members)}, {zlib.crc32(repr(members).encode()):08x}"
+        return f"{verb}{'' if lane == 'main' else ' ahead'} #{state.number((lane, among))}{among}"
 
     def _towards(self, index: int, axis: Axis) -> AxisState:
         state = self._axes[axis]
@@ -262,7 +317,8 @@ class World:
                 op.swap([], [(root, x)])
             return x
 
-        return state.submit("broadcast", purpose, f"{_like(x)} from {root}", body).wait()
+        named = self._named(state, "broadcast")
+        return state.submit(named, purpose, f"{_like(x)} from {root}", body, ranks=state.size).wait()
 
     def barrier(self, *, axis: Axis = "world") -> None:
         """Return once every rank of the axis has called it."""

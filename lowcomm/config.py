@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lowcomm.model import ModelConfig
+from lowcomm.noloco import contraction_bound
 
 #: Root of the checkout: nothing relies on the working directory.
 ROOT = Path(__file__).resolve().parent.parent
@@ -84,26 +85,30 @@ class TrainConfig:
     weight_decay: float = 0.0
     clip_norm: float = 1.0  # 0: no clipping
     accumulation: int = 1  # micro-batches a step
+    recompute: bool = False  # activations of a block in the backward pass, from its input alone
     precision: Literal["fp32", "bf16"] = "fp32"  # bf16: autocast over fp32 weights
     compile: bool = False
     log_every: int = 1
     #: Evaluate these too at the end (Streaming DiLoCo, Table 3), beside the parameters last agreed.
     evaluate_also: tuple[Literal["first_replica", "replica_average"], ...] = ()
+    record_spread: bool = False  # log the spread of the replicas' weights at each evaluation; billed as analysis
 
 
 @dataclass(frozen=True)
 class MethodConfig:
     """One point in the space of independent choices."""
 
-    exchange: Literal["gradients", "fsdp", "parameters"]
+    exchange: Literal["gradients", "fsdp", "parameters", "none"]
     trainable: Literal["all", "next_fragment"] = "all"  # next_fragment: the others are frozen, as in FedPart
     sync_every_steps: int = 1  # H; only for exchange = parameters
-    peers: Literal["all"] = "all"
+    peers: Literal["all", "group"] = "all"
+    group_size: int = 2  # n; only for peers = group
     codec: Literal[CODECS] = "fp32"
     codec_keep: float = 1.0  # topk, dropout, dare: share of the values that is sent
-    outer: Literal["average", "nesterov", "heavy_ball"] = "average"
+    outer: Literal["average", "nesterov", "heavy_ball", "noloco"] = "average"
     outer_lr: float = 1.0
     outer_momentum: float = 0.0
+    outer_pull: float = 0.0  # gamma, towards the peers' slow weights; only for outer = noloco
     fragments: Literal["whole", "sequential", "strided"] = "whole"
     layers_per_fragment: int = 3
     overlap_steps: tuple[int, ...] = (0,)  # tau: of all replicas, or one for each
@@ -111,6 +116,7 @@ class MethodConfig:
     close_last_round: bool = True  # exchange all once more at the end of the run
     offload_outer: bool = False  # outer state on the CPU
     record_cosine: bool = False  # also exchange outer gradients to log their cosine; billed as analysis
+    route: Literal["fixed", "random_step", "random_micro_batch"] = "fixed"  # through the stages of a pipeline
 
 
 @dataclass(frozen=True)
@@ -135,6 +141,7 @@ class CheckpointConfig:
 #: Least values, and what must stay below a bound ("<"); all numbers are finite besides.
 _LEAST: dict[str, float] = {
     "replicas": 1,
+    "stages": 1,
     "train.steps": 1,
     "train.global_batch": 1,
     "train.seq_len": 1,
@@ -150,8 +157,10 @@ _LEAST: dict[str, float] = {
     "train.eps": 0,
     "train.weight_decay": 0,
     "train.clip_norm": 0,
+    "method.group_size": 2,
     "method.outer_lr": 0,
     "method.outer_momentum": 0,
+    "method.outer_pull": 0,
     "method.layers_per_fragment": 1,
     "method.mixing": 0,
     "comm.link_mbit_per_s": 0,
@@ -196,6 +205,7 @@ class RunConfig:
     data: DataConfig
     train: TrainConfig
     method: MethodConfig
+    stages: int = 1  # of each replica's pipeline
     variant: str = ""  # of a sweep
     comm: CommConfig = field(default_factory=CommConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -223,6 +233,8 @@ class RunConfig:
             )
         if m.exchange == "parameters":
             self._check_overlap()
+            self._check_group()
+        self._check_pipeline()
         if m.trainable == "next_fragment" and t.compile:
             raise ConfigError("train.compile must be false where trainable = next_fragment: each thaw compiles anew")
         if m.codec_keep != 1.0 and m.codec not in _SPARSE:
@@ -230,20 +242,58 @@ class RunConfig:
         if m.codec_keep > 1.0:
             raise ConfigError(f"method.codec_keep = {m.codec_keep} is a share of the values: at most 1")
         if m.exchange != "parameters":
-            default = MethodConfig(exchange=m.exchange)
+            default = MethodConfig(exchange=m.exchange, route=m.route)
             for f in dataclasses.fields(MethodConfig):
                 if getattr(m, f.name) != getattr(default, f.name):
                     raise ConfigError(f"method.{f.name} means nothing with method.exchange = {m.exchange}")
-            if t.evaluate_also:
+            if (t.evaluate_also or t.record_spread) and m.exchange != "none":
+                key = "evaluate_also" if t.evaluate_also else "record_spread"
                 raise ConfigError(
-                    f"train.evaluate_also = {list(t.evaluate_also)} means nothing with method.exchange = {m.exchange}:"
-                    " replicas hold one model"
+                    f"train.{key} means nothing with method.exchange = {m.exchange}: replicas hold one model"
                 )
+        if (m.exchange == "none" or m.peers == "group") and t.eval_sequences % self.replicas:
+            raise ConfigError(
+                f"train.eval_sequences = {t.eval_sequences} must be a multiple of {self.replicas} replicas: each"
+                " evaluates a model of its own on as many"
+            )
         if t.seq_len > self.model.seq_len:
             raise ConfigError(f"train.seq_len = {t.seq_len} is longer than model.seq_len = {self.model.seq_len}")
         if self.data.vocab_size != self.model.vocab_size:
             raise ConfigError(
                 f"data.vocab_size = {self.data.vocab_size} and model.vocab_size = {self.model.vocab_size} must be equal"
+            )
+
+    def _check_pipeline(self) -> None:
+        m = self.method
+        if self.stages > self.model.layers:
+            raise ConfigError(f"{self.model.layers} layers cannot form stages = {self.stages}: each needs one at least")
+        if self.stages > 1 and self.model.tied:
+            raise ConfigError("model.tied must be false where stages > 1: the embedding would be of two stages")
+        if self.stages > 1 and m.exchange == "fsdp":
+            raise ConfigError(
+                f"stages = {self.stages} do not go with method.exchange = fsdp, which shards whole models"
+            )
+        if self.stages == 1 and m.route != "fixed":
+            raise ConfigError(f"method.route = {m.route} means nothing with one stage")
+
+    def _check_group(self) -> None:
+        m = self.method
+        if m.peers == "group" and m.group_size > self.replicas:
+            raise ConfigError(f"method.group_size = {m.group_size} is more than {self.replicas} replicas")
+        if m.peers != "group" and m.group_size != MethodConfig.group_size:
+            raise ConfigError(f"method.group_size means nothing with method.peers = {m.peers}")
+        if m.outer != "noloco":
+            if m.outer_pull:
+                raise ConfigError(f"method.outer_pull means nothing with method.outer = {m.outer}")
+            return
+        if m.outer_lr == 0:
+            raise ConfigError("method.outer_lr must be above 0 with method.outer = noloco")
+        n = m.group_size if m.peers == "group" else self.replicas
+        bound = contraction_bound(m.outer_momentum, n, self.replicas)
+        if m.outer_pull >= bound:
+            raise ConfigError(
+                f"method.outer_pull (gamma) = {m.outer_pull} must be below {bound:.4g}: with outer_momentum (alpha) ="
+                f" {m.outer_momentum} and groups of {n} the replicas drift apart (noloco.contraction_bound)"
             )
 
     def _check_overlap(self) -> None:
@@ -266,7 +316,8 @@ class RunConfig:
             if m.trainable == "next_fragment":
                 raise ConfigError("method.trainable = next_fragment means nothing with method.fragments = whole")
         else:
-            count = -(-self.model.layers // m.layers_per_fragment) + 1
+            most = -(-self.model.layers // self.stages)  # layers of a stage
+            count = -(-most // m.layers_per_fragment) + 1
             if count > m.sync_every_steps:
                 raise ConfigError(
                     f"method.sync_every_steps = {m.sync_every_steps} is too short for {count} fragments (one is the"
@@ -278,6 +329,11 @@ class RunConfig:
                 f"train.steps = {self.train.steps} end before the last of {count} fragments has its first turn, at step"
                 f" {first}: it would be evaluated as it was initialised"
             )
+
+    @property
+    def ranks(self) -> int:
+        """Replicas x stages."""
+        return self.replicas * self.stages
 
     @property
     def local_batch(self) -> int:

@@ -20,14 +20,22 @@ from lowcomm.config import MethodConfig
 
 
 class OuterOptimizer(Protocol):
-    """How an averaged outer gradient is applied to the parameters last agreed."""
+    """How an averaged outer gradient is applied to the parameters last agreed.
+
+    needs_peers: whether it wants to know the mean of the peers' own outer parameters, which may differ.
+    """
+
+    needs_peers: bool
 
     def buffers(self, agreed: Tensor) -> dict[str, Tensor]:
         """State for parameters [n] as it begins, by name."""
         ...
 
-    def step(self, agreed: Tensor, delta: Tensor, buffers: dict[str, Tensor]) -> None:
-        """agreed [n] <- OuterOpt(agreed, delta), and its buffers, in place; `delta` is scratch afterwards."""
+    def step(self, agreed: Tensor, delta: Tensor, buffers: dict[str, Tensor], peers: Tensor | None) -> None:
+        """agreed [n] <- OuterOpt(agreed, delta), and its buffers, in place; `delta` and `peers` are scratch afterwards.
+
+        `peers`: the mean of the peers' `agreed`, where it is needed and not known to equal this one's.
+        """
         ...
 
 
@@ -39,13 +47,15 @@ class Momentum:
     agreed <- agreed - lr * buffer                          heavy ball
     """
 
+    needs_peers = False
+
     def __init__(self, lr: float, momentum: float, *, nesterov: bool):
         self.lr, self.momentum, self.nesterov = lr, momentum, nesterov
 
     def buffers(self, agreed: Tensor) -> dict[str, Tensor]:
         return {"momentum": torch.zeros_like(agreed)}
 
-    def step(self, agreed: Tensor, delta: Tensor, buffers: dict[str, Tensor]) -> None:
+    def step(self, agreed: Tensor, delta: Tensor, buffers: dict[str, Tensor], peers: Tensor | None = None) -> None:
         buffer = buffers["momentum"].mul_(self.momentum).add_(delta)
         agreed.add_(delta.add_(buffer, alpha=self.momentum) if self.nesterov else buffer, alpha=-self.lr)
 
@@ -53,17 +63,44 @@ class Momentum:
 class Average:
     """agreed <- the mean of the parameters themselves, which travel in place of outer gradients."""
 
+    needs_peers = False
+
     def buffers(self, agreed: Tensor) -> dict[str, Tensor]:
         return {}
 
-    def step(self, agreed: Tensor, delta: Tensor, buffers: dict[str, Tensor]) -> None:
+    def step(self, agreed: Tensor, delta: Tensor, buffers: dict[str, Tensor], peers: Tensor | None = None) -> None:
         agreed.copy_(delta)
+
+
+class PulledMomentum(Momentum):
+    """NoLoCo's momentum (arXiv:2506.10911, Eq. 2 and 3): heavy ball, and a pull towards the peers' slow weights.
+
+    With Delta the mean outer gradient of the group (agreed minus own, so its sign is the other way round than Eq. 1's)
+
+        m      <- momentum * m + lr * Delta + pull * (agreed - peers)
+        agreed <- agreed - m
+
+    Eq. 2 prints a minus before its beta, where its own Eqs. 32 to 34 and the public code have a plus; so has this.
+    The buffer here is m / lr, as of `Momentum`: the pull joins the outer gradient as pull / lr.
+    """
+
+    needs_peers = True
+
+    def __init__(self, lr: float, momentum: float, pull: float):
+        super().__init__(lr, momentum, nesterov=False)
+        self.pull = pull
+
+    def step(self, agreed: Tensor, delta: Tensor, buffers: dict[str, Tensor], peers: Tensor | None = None) -> None:
+        if peers is not None:
+            delta.add_(torch.sub(agreed, peers, out=peers), alpha=self.pull / self.lr)
+        super().step(agreed, delta, buffers)
 
 
 OUTER = {
     "average": lambda m: Average(),
     "nesterov": lambda m: Momentum(m.outer_lr, m.outer_momentum, nesterov=True),
     "heavy_ball": lambda m: Momentum(m.outer_lr, m.outer_momentum, nesterov=False),
+    "noloco": lambda m: PulledMomentum(m.outer_lr, m.outer_momentum, m.outer_pull),
 }
 
 
@@ -168,6 +205,8 @@ class Fragment:
         self._state = OuterState({"agreed": agreed} | self.outer.buffers(agreed), offload=method.offload_outer)
         self.under_way: Handle | None = None
         self.due = 0  # the step after which it is applied
+        self.turns = 0  # it has had
+        self.peers: Handle | None = None  # the mean of the next peers' outer parameters, on its way
 
     @property
     def agreed(self) -> Tensor:
@@ -193,12 +232,15 @@ class Fragment:
         """What is to be averaged: the outer gradient, or the parameters themselves."""
         return flatten(self.parameters).float() if self.sends_parameters else self.delta()
 
-    def apply(self, mean: Tensor, mixing: float) -> None:
-        """Take the outer step with the mean of what was sent, then mix: theta <- alpha theta + (1 - alpha) agreed."""
+    def apply(self, mean: Tensor, mixing: float, peers: Tensor | None = None) -> None:
+        """Take the outer step with the mean of what was sent, then mix: theta <- alpha theta + (1 - alpha) agreed.
+
+        `peers`: as in `OuterOptimizer.step`.
+        """
         names = self._state.names
         values = dict(zip(names, self._state.use(*names), strict=True))
         agreed = values.pop("agreed")
-        self.outer.step(agreed, mean, values)
+        self.outer.step(agreed, mean, values, peers)
         if mixing == 0:
             unflatten_into(agreed, self.parameters)
         else:
@@ -210,9 +252,9 @@ class Fragment:
         """Outer state is not needed until the mean has come."""
         self._state.release(changed=False)
 
-    def values(self) -> dict[str, Tensor]:
-        """The agreed parameters by name, in their shapes."""
-        parts = self.agreed.split([p.numel() for p in self.parameters])
+    def values(self, flat: Tensor) -> dict[str, Tensor]:
+        """Flat values, as of `agreed`, by the parameters' names and in their shapes."""
+        parts = flat.split([p.numel() for p in self.parameters])
         return {n: v.view(p.shape) for n, v, p in zip(self.names, parts, self.parameters, strict=True)}
 
     def state(self) -> dict[str, Tensor]:

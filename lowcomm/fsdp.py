@@ -56,7 +56,7 @@ class FullySharded:
             raise ConfigError("method.exchange = fsdp needs processes (torchrun); threads share one set of hooks")
         self.model = model
         mesh = init_device_mesh(world.device.type, (world.replicas,))
-        for module in [*model.blocks, model]:
+        for module in [*model.blocks.values(), model]:
             fully_shard(module, mesh=mesh, reshard_after_forward=True)
             module.set_custom_all_gather(_AllGather(world))
             module.set_custom_reduce_scatter(_ReduceScatter(world))
@@ -74,7 +74,7 @@ class FullySharded:
         return contextlib.nullcontext()
 
     def weights(self) -> dict[str, Tensor]:
-        modules = [*self.model.blocks, self.model]
+        modules = [*self.model.blocks.values(), self.model]
         for module in modules:
             module.unshard()
         whole = {name: p.detach().clone() for name, p in self.model.named_parameters()}

@@ -22,7 +22,7 @@ from typing import Any
 from tqdm import tqdm
 
 from lowcomm.config import BUILD, ROOT, RunConfig
-from lowcomm.metrics import MADE_WITH, clear_run, complete, made_with, strangers
+from lowcomm.metrics import MADE_WITH, clear_run, complete, loss_metrics, made_with, strangers
 from lowcomm.params import data_dir, overrides, run_config, run_dir, run_points, times_dir
 from lowcomm.source import source_digest
 from lowcomm.stop import LAUNCHER_VARIABLE
@@ -125,8 +125,8 @@ class _Job:
 
 
 def _torchrun(jobs: list[_Job], words: list[str], log_path: Path) -> None:
-    """Train `jobs`, which have as many replicas each, in one torchrun; `words` follow its `-m lowcomm.train`."""
-    ranks = ["--nproc-per-node", str(jobs[0].config.replicas)]
+    """Train `jobs`, which have as many ranks each, in one torchrun; `words` follow its `-m lowcomm.train`."""
+    ranks = ["--nproc-per-node", str(jobs[0].config.ranks)]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *ranks, "-m", "lowcomm.train", *words]
     environment = os.environ | _KEEP_MEMORY | {"OMP_NUM_THREADS": "1", LAUNCHER_VARIABLE: str(os.getpid())}
     environment["PYTHONPATH"] = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p)
@@ -138,7 +138,7 @@ def _torchrun(jobs: list[_Job], words: list[str], log_path: Path) -> None:
         for number, job in enumerate(jobs, 1):
             count = f" ({number} of {len(jobs)})" if len(jobs) > 1 else ""
             live = _Live(job.title + count, job.config.train.steps)
-            tail = _Tail(job.out / "metrics" / "rank-000.jsonl")
+            tail = _Tail(loss_metrics(job.out, job.config))
             while child.poll() is None and not (job.out / "summary.json").exists():
                 time.sleep(0.1)
                 live.show(tail.rows())
@@ -251,8 +251,8 @@ def launch_all(
     words = [run, "--scale", scale, "--all"] + [w for s in settings for w in ("--set", s)]
     words += (["--out", str(out)] if out else []) + (["--data", str(data)] if data else [])
     log_path = (out.with_name(f"{out.name}-log") if out else BUILD / "times" / scale / "runs" / run) / "log.txt"
-    for replicas in sorted({c.replicas for c in points}):
-        some = [j for j in jobs if j.config.replicas == replicas and not (j.out / "summary.json").exists()]
+    for ranks in sorted({c.ranks for c in points}):
+        some = [j for j in jobs if j.config.ranks == ranks and not (j.out / "summary.json").exists()]
         if some:
             _torchrun(some, words, log_path)
     marker.unlink()

@@ -80,14 +80,20 @@ def clear_run(out: Path) -> None:
             (out / name).unlink()
 
 
+def loss_metrics(out: Path, config: RunConfig, replica: int = 0) -> Path:
+    """The metrics file of a replica's last stage, where losses are known."""
+    return out / "metrics" / f"rank-{(config.stages - 1) * config.replicas + replica:03d}.jsonl"
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The rows of a metrics file."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def read_run(run: str, scale: str) -> list[dict[str, Any]]:
-    """Summaries of a run's variants and seeds in order, each with "variant", "seed" and rank 0's rows under "rows".
+    """Summaries of a run's variants and seeds in order, each with "variant", "seed" and metrics rows under "rows".
 
+    Rows are the first replica's, but validation losses: where replicas have models of their own, their mean.
     Raises ConfigError if one is missing.
     """
     found = []
@@ -99,6 +105,10 @@ def read_run(run: str, scale: str) -> list[dict[str, Any]]:
             raise ConfigError(
                 f"{folder.relative_to(BUILD)} has not been trained: dvc repro train@{run} (scale {scale})"
             ) from None
-        rows = read_metrics(folder / "metrics" / "rank-000.jsonl")
+        files = [read_metrics(loss_metrics(folder, config, r)) for r in range(config.replicas)]
+        rows = files[0]
+        for row, *others in zip(*files, strict=True):
+            if "val_loss" in row:
+                row["val_loss"] = sum(r["val_loss"] for r in (row, *others)) / config.replicas
         found.append(summary | {"variant": config.variant, "seed": config.seed, "rows": rows})
     return found

@@ -18,6 +18,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 
 @dataclass(frozen=True)
@@ -137,14 +138,26 @@ class Block(nn.Module):
         return x_BTD + self.mlp(self.mlp_norm(x_BTD))
 
 
+def stage_layers(layers: int, stages: int, stage: int) -> range:
+    """Layers of a stage of a pipeline: neighbours, and as many as in any other, or one more or less."""
+    if not 1 <= stages <= layers:
+        raise ValueError(f"{layers} layers cannot form {stages} stages: each needs one at least")
+    return range(layers * stage // stages, layers * (stage + 1) // stages)
+
+
 class Decoder(nn.Module):
-    """Embedding, blocks, norm and head. `forward` gives logits, `loss` the training loss."""
+    """Embedding, blocks, norm and head. `forward` gives logits, `losses` the training loss.
+
+    `recompute`: keep only the inputs of blocks, and compute the rest once more in the backward pass.
+    """
+
+    recompute = False
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleDict({str(i): Block(config) for i in range(config.layers)})
         self.norm = _norm(config, config.dim)
         self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
         if config.tied:
@@ -170,23 +183,41 @@ class Decoder(nn.Module):
                 p.copy_(torch.empty(p.shape).normal_(0.0, std, generator=generator))
         return self
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Logits [B, T, V] for token ids [B, T] (int64)."""
-        T = tokens_BT.shape[1]
+    def cut(self, stage: int, stages: int) -> Decoder:
+        """Keep what is of one stage of a pipeline: its layers, the embedding (the first), norm and head (the last).
+
+        Parameters keep their names. Raises ValueError for tied embeddings, which would be of two stages.
+        """
+        kept = stage_layers(self.config.layers, stages, stage)
+        if stages > 1 and self.config.tied:
+            raise ValueError("tied embeddings would be of the first stage and of the last: untie them, or use one")
+        self.blocks = nn.ModuleDict({str(i): self.blocks[str(i)] for i in kept})
+        if stage > 0:
+            self.embedding = None
+        if stage < stages - 1:
+            self.norm = self.head = None
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Token ids [B, T] (int64) -> logits [B, T, V]; a stage takes and gives activations [B, T, D] at its cuts."""
+        T = x.shape[1]
         if self.config.seq_len < T:
             raise ValueError(f"sequence of {T} tokens is longer than model.seq_len = {self.config.seq_len}")
         cos, sin = self.cos_TH[:T], self.sin_TH[:T]
-        x_BTD = self.embedding(tokens_BT)
-        for block in self.blocks:
-            x_BTD = block(x_BTD, cos, sin)
-        return self.head(self.norm(x_BTD))
+        x_BTD = x if self.embedding is None else self.embedding(x)
+        for block in self.blocks.values():
+            if self.recompute and torch.is_grad_enabled():
+                x_BTD = checkpoint(block, x_BTD, cos, sin, use_reentrant=False)
+            else:
+                x_BTD = block(x_BTD, cos, sin)
+        return x_BTD if self.head is None else self.head(self.norm(x_BTD))
 
-    def losses(self, tokens_BT: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """(training loss, cross-entropy), both means in nats per token.
+    def losses(self, x: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """(training loss, cross-entropy) of `forward`'s logits, both means in nats per token.
 
         The training loss adds z_loss * mean(logsumexp(logits)^2), Chowdhery et al. (2022).
         """
-        logits = self(tokens_BT).flatten(0, 1).float()
+        logits = self(x).flatten(0, 1).float()
         if not self.config.z_loss:
             entropy = F.cross_entropy(logits, targets_BT.flatten())
             return entropy, entropy

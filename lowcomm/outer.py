@@ -19,6 +19,10 @@ fragment at a time, with tau inner steps between sending Delta_m and applying De
 Federated averaging (local SGD) exchanges theta itself and takes its mean. Data-parallel training
 exchanges gradients, each step, before clipping and the inner optimizer.
 
+NoLoCo (`noloco`) takes the mean over a random group. Then nothing is agreed by all: each replica has a phi of its own,
+its slow weights, and the outer optimizer also wants the mean of the group's. As this group is known in advance, slow
+weights travel to the next one as soon as they have been updated, while the inner steps go on (section 3.2).
+
 Outer optimizers, and where outer state lives, are in `fragment`.
 """
 
@@ -37,7 +41,7 @@ from lowcomm.codecs import make_codec
 from lowcomm.comm import World
 from lowcomm.config import MethodConfig, TrainConfig
 from lowcomm.fragment import Fragment, flatten, unflatten_into
-from lowcomm.peers import PEERS
+from lowcomm.peers import make_peers
 from lowcomm.streaming import Schedule, parameter_fragments
 
 #: What may be evaluated: the parameters last agreed, the first replica's own, the mean of all replicas' own.
@@ -51,8 +55,25 @@ def pairwise_cosine(vectors: list[Tensor]) -> float:
     return float((stacked @ stacked.T).triu(1).sum() / (n * (n - 1) / 2))
 
 
+def weight_spread(world: World, parameters: list[Tensor]) -> float:
+    """Standard deviation of the replicas' weights: sqrt(mean over weights and replicas of (theta_m - mean)^2).
+
+    Over all stages; every rank must ask, and gets the same.
+    """
+    own = flatten(parameters).float()
+    off = own.sub(world.mean(own.clone(), purpose="analysis")).double()
+    total = torch.tensor([off.square().sum().item(), off.numel()], dtype=torch.float64, device=world.device)
+    squares, count = world.sum(total, purpose="analysis", axis="world").tolist()
+    return (squares / count) ** 0.5
+
+
 class Engine(Protocol):
-    """What a trainer calls; it knows no method by name."""
+    """What a trainer calls; it knows no method by name.
+
+    one_model: whether replicas evaluate one model, or each its own.
+    """
+
+    one_model: bool
 
     def before_step(self, step: int) -> None:
         """Before inner step `step` (from 1)."""
@@ -71,7 +92,10 @@ class Engine(Protocol):
         ...
 
     def weights(self) -> dict[str, Tensor]:
-        """The parameters to evaluate, whole, by name; every rank must ask."""
+        """The parameters to evaluate, whole, by name; the mean of the replicas' own where they have no one model.
+
+        Every rank must ask.
+        """
         ...
 
     def state(self) -> dict[str, Tensor]:
@@ -83,12 +107,33 @@ class Engine(Protocol):
         ...
 
     def sent_bytes(self) -> dict[str, int]:
-        """Closed form of this rank's bytes in the whole run, by purpose; {} where none is claimed."""
+        """Closed form of this rank's bytes on the replica axis in a whole run, by purpose; {} where none is claimed."""
         ...
+
+
+@contextlib.contextmanager
+def _holding(parameters: list[Tensor], values: Tensor) -> Iterator[None]:
+    """Inside, parameters have other values (flat)."""
+    own = flatten(parameters)
+    unflatten_into(values, parameters)
+    try:
+        yield
+    finally:
+        unflatten_into(own, parameters)
+
+
+def _of_replicas(world: World, parameters: list[Tensor], which: Evaluated) -> Tensor:
+    """The first replica's own parameters, or the mean of all replicas', flat."""
+    own = flatten(parameters)
+    if which == "first_replica":
+        return world.broadcast(own, purpose="analysis")
+    return world.mean(own.float(), purpose="analysis")
 
 
 class DataParallel:
     """Gradients averaged over replicas at every step."""
+
+    one_model = True
 
     def __init__(self, model: nn.Module, world: World, method: MethodConfig, train: TrainConfig):
         self.named, self.world, self.steps = dict(model.named_parameters()), world, train.steps
@@ -123,8 +168,45 @@ class DataParallel:
         return {"gradients": self.steps * once}
 
 
+class Independent:
+    """Replicas never exchange anything; but where routes are random, stages train on what other replicas computed."""
+
+    one_model = False
+
+    def __init__(self, model: nn.Module, world: World):
+        self.named, self.world = dict(model.named_parameters()), world
+        self.parameters = list(self.named.values())
+
+    def before_step(self, step: int) -> None:
+        """Nothing to prepare."""
+
+    def average_gradients(self) -> None:
+        """Replicas keep their own gradients."""
+
+    def after_step(self, step: int) -> dict[str, float]:
+        return {}
+
+    def evaluated(self, which: Evaluated) -> contextlib.AbstractContextManager[None]:
+        if which == "agreed":
+            return contextlib.nullcontext()
+        return _holding(self.parameters, _of_replicas(self.world, self.parameters, which))
+
+    def weights(self) -> dict[str, Tensor]:
+        mean = _of_replicas(self.world, self.parameters, "replica_average").split([p.numel() for p in self.parameters])
+        return {n: v.view(p.shape) for (n, p), v in zip(self.named.items(), mean, strict=True)}
+
+    def state(self) -> dict[str, Tensor]:
+        return {}
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        """Nothing was kept."""
+
+    def sent_bytes(self) -> dict[str, int]:
+        return {}
+
+
 class LocalUpdates:
-    """Replicas train alone and agree on a fragment at its turn: DiLoCo, Streaming DiLoCo, federated averaging.
+    """Replicas train alone and meet for a fragment at its turn: DiLoCo, Streaming DiLoCo, federated averaging, NoLoCo.
 
     What is under way when a run ends is applied; with `close_last_round`, every fragment is then exchanged once more,
     so that no inner step is lost. With `trainable = next_fragment` all fragments but the next to be exchanged are
@@ -133,7 +215,8 @@ class LocalUpdates:
 
     def __init__(self, model: nn.Module, world: World, method: MethodConfig, train: TrainConfig, *, seed: int = 0):
         self.world, self.method, self.steps, self.seed = world, method, train.steps, seed
-        self.peers, self.codec = PEERS[method.peers], make_codec(method.codec, method.codec_keep)
+        self.peers, self.codec = make_peers(method, seed), make_codec(method.codec, method.codec_keep)
+        self.one_model = method.peers == "all"
         named = dict(model.named_parameters())
         groups = parameter_fragments(list(named), method.fragments, method.layers_per_fragment)
         self.fragments = [Fragment({n: named[n] for n in names}, method) for names in groups]
@@ -162,15 +245,15 @@ class LocalUpdates:
         for index in self.schedule.turns(step):
             self._send(index, step, logged)
         last = step == self.steps
-        for fragment in self.fragments:
+        for index, fragment in enumerate(self.fragments):
             if fragment.under_way is not None and (last or fragment.due <= step):
-                self._apply(fragment)
+                self._apply(index)
         if last and self.method.close_last_round:
             left = [i for i in range(len(self.fragments)) if i not in self.schedule.turns(step)]
             for index in left:
                 self._send(index, step, logged)
             for index in left:
-                self._apply(self.fragments[index])
+                self._apply(index)
         return logged
 
     def _send(self, index: int, step: int, logged: dict[str, float]) -> None:
@@ -181,15 +264,30 @@ class LocalUpdates:
             logged["cosine" if len(self.fragments) == 1 else f"cosine_{index}"] = pairwise_cosine(deltas)
         turn = (step * len(self.fragments) + index) * self.world.replicas + self.world.replica
         seed = self.seed << 40 | turn  # of the codec's random choices: others at each turn of each replica
-        fragment.under_way = self.peers.mean_async(self.world, sent, self.codec, purpose="outer", seed=seed)
+        which = (index, fragment.turns)
+        fragment.under_way = self.peers.mean_async(self.world, sent, self.codec, which, purpose="outer", seed=seed)
+        fragment.turns += 1
         fragment.due = step + self.overlap
         if self.overlap:
             fragment.release()
 
-    def _apply(self, fragment: Fragment) -> None:
+    def _apply(self, index: int) -> None:
+        fragment = self.fragments[index]
         mean = fragment.under_way.wait()
         fragment.under_way = None
-        fragment.apply(mean, self.method.mixing)
+        fragment.apply(mean, self.method.mixing, None if fragment.peers is None else fragment.peers.wait())
+        fragment.peers = None
+        if fragment.outer.needs_peers and fragment.turns < self._turns(index):
+            slow = fragment.agreed.to(self.world.device, copy=True)
+            which = (index, fragment.turns)  # its next
+            fragment.peers = self.peers.mean_async(
+                self.world, slow, make_codec("fp32"), which, purpose="slow weights", ahead=True
+            )
+
+    def _turns(self, index: int) -> int:
+        """Turns of a fragment in the whole run."""
+        closing = self.method.close_last_round and index not in self.schedule.turns(self.steps)
+        return self.schedule.turns_of(index, self.steps) + closing
 
     @contextlib.contextmanager
     def evaluated(self, which: Evaluated) -> Iterator[None]:
@@ -198,23 +296,19 @@ class LocalUpdates:
         Where replicas have different tau, one may apply a fragment's mean before another does: until then, each shows
         its own outer parameters, and a loss over the windows of all is the mean of both.
         """
-        inner = [flatten(f.parameters) for f in self.fragments]
-        for fragment, own in zip(self.fragments, inner, strict=True):
-            if which == "agreed":
-                shown = fragment.agreed
-            elif which == "first_replica":
-                shown = self.world.broadcast(own.clone(), purpose="analysis")
-            else:
-                shown = self.world.mean(own.clone().float(), purpose="analysis")
-            unflatten_into(shown, fragment.parameters)
-        try:
+        with contextlib.ExitStack() as stack:
+            for f in self.fragments:
+                shown = f.agreed if which == "agreed" else _of_replicas(self.world, f.parameters, which)
+                stack.enter_context(_holding(f.parameters, shown))
             yield
-        finally:
-            for fragment, values in zip(self.fragments, inner, strict=True):
-                unflatten_into(values, fragment.parameters)
 
     def weights(self) -> dict[str, Tensor]:
-        values = {n: v for f in self.fragments for n, v in f.values().items()}
+        values = {}
+        for f in self.fragments:
+            agreed = f.agreed
+            if not self.one_model:
+                agreed = self.world.mean(agreed.to(self.world.device, copy=True), purpose="analysis")
+            values |= f.values(agreed)
         return {n: values[n] for n in self.order}
 
     def state(self) -> dict[str, Tensor]:
@@ -225,6 +319,11 @@ class LocalUpdates:
                 mean = fragment.under_way.wait()
                 fragment.under_way = self.world.done(mean)
                 state |= {f"{index}/under_way": mean, f"{index}/due": torch.tensor(fragment.due)}
+            if fragment.peers is not None:
+                peers = fragment.peers.wait()
+                fragment.peers = self.world.done(peers)
+                state[f"{index}/peers"] = peers
+            state[f"{index}/turns"] = torch.tensor(fragment.turns)
         return state
 
     def load(self, state: dict[str, Tensor]) -> None:
@@ -233,12 +332,17 @@ class LocalUpdates:
             if (mean := state.get(f"{index}/under_way")) is not None:
                 fragment.under_way = self.world.done(mean.to(self.world.device))
                 fragment.due = int(state[f"{index}/due"])
+            if (peers := state.get(f"{index}/peers")) is not None:
+                fragment.peers = self.world.done(peers.to(self.world.device))
+            fragment.turns = int(state[f"{index}/turns"])
 
     def sent_bytes(self) -> dict[str, int]:
-        total = 0
+        world, found = self.world, {"outer": 0}
         for index, fragment in enumerate(self.fragments):
-            turns = self.schedule.turns_of(index, self.steps)
-            if self.method.close_last_round and index not in self.schedule.turns(self.steps):
-                turns += 1
-            total += turns * self.peers.sent_bytes(fragment.numel, self.codec, self.world.replicas, self.world.replica)
-        return {"outer": total}
+            for turn in range(self._turns(index)):
+                met = (index, turn), world.replicas, world.replica
+                found["outer"] += self.peers.sent_bytes(fragment.numel, self.codec, *met)
+                if fragment.outer.needs_peers and turn:
+                    slow = self.peers.sent_bytes(fragment.numel, make_codec("fp32"), *met)
+                    found["slow weights"] = found.get("slow weights", 0) + slow
+        return found

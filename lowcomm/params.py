@@ -1,7 +1,8 @@
 """`params.yaml`: from names to configurations and folders.
 
-It holds four dictionaries. `scales.<scale>` gives every number a run needs, and `sizes` that change some of them;
-`methods.<method>` names a combination of the independent choices; `corpora.<corpus>` says where text comes from.
+It holds four dictionaries. `scales.<scale>` gives every number a run needs, and `sizes` that change some of them (and,
+under `methods`, numbers of methods at that size); `methods.<method>` names a combination of the independent choices;
+`corpora.<corpus>` says where text comes from.
 `runs.<run>` names a method, a corpus, a replica count, a size and seeds, and may override any section; with `variants`
 it is a sweep: each variant overrides once more, its size and seeds too.
 """
@@ -99,10 +100,15 @@ def run_config(
         raise ConfigError(f"run {run} is a sweep: choose one of its variants, {', '.join(variants)}")
     change = dict(pick(variants, variant, f"variant of {run}"))
     seeds = change.pop("seeds", entry["seeds"])
+    size = dict(pick(sizes, change.pop("size", entry["size"]), "size"))
+    methods_there = size.pop("methods", {})
+    for name in methods_there:
+        pick(params["methods"], name, "method")
+    at_this_size = methods_there.get(entry["method"], {})
     layers = (
-        pick(sizes, change.pop("size", entry["size"]), "size"),
+        size,
         {"data": {"corpus": entry["corpus"]}, "replicas": entry["replicas"]},
-        {"method": pick(params["methods"], entry["method"], "method")},
+        {"method": pick(params["methods"], entry["method"], "method") | at_this_size},
         entry.get("override", {}),
         change,
         override,

@@ -1,6 +1,6 @@
 """Peer rules: with whom a replica averages.
 
-To add a rule, write a class with `mean_async` and `sent_bytes` here and enter it in `PEERS`;
+To add a rule, write a class with `mean_async` and `sent_bytes` here and enter it in `make_peers`;
 `method.peers` in params.yaml then accepts its name (list it in `config.MethodConfig.peers`).
 """
 
@@ -14,16 +14,26 @@ from lowcomm.accounting import encoded_mean_bytes, mean_bytes
 from lowcomm.axis import Handle
 from lowcomm.codecs import Codec, refuse_non_finite
 from lowcomm.comm import World
+from lowcomm.config import MethodConfig
+from lowcomm.routing import group_of
+
+#: Of which exchange: fragment, and how many turns it has had before.
+Turn = tuple[int, int]
 
 
 class Peers(Protocol):
     """A rule for one exchange of a flat fp32 tensor."""
 
-    def mean_async(self, world: World, x: Tensor, codec: Codec, *, purpose: str, seed: int) -> Handle:
-        """Replace `x` [n] fp32 by the mean over this replica's peers; `seed` is the codec's. NaN is refused."""
+    def mean_async(
+        self, world: World, x: Tensor, codec: Codec, turn: Turn, *, purpose: str, seed: int = 0, ahead: bool = False
+    ) -> Handle:
+        """Replace `x` [n] fp32 by the mean over this replica's peers; `seed` is the codec's. NaN is refused.
+
+        `ahead`: as in `World.encoded_mean_async`.
+        """
         ...
 
-    def sent_bytes(self, numel: int, codec: Codec, replicas: int, replica: int) -> int:
+    def sent_bytes(self, numel: int, codec: Codec, turn: Turn, replicas: int, replica: int) -> int:
         """Closed form of the bytes that `replica` sends in one such mean."""
         ...
 
@@ -31,16 +41,41 @@ class Peers(Protocol):
 class AllReplicas:
     """Everyone with everyone."""
 
-    def mean_async(self, world: World, x: Tensor, codec: Codec, *, purpose: str, seed: int) -> Handle:
-        if codec.lossless:
+    def mean_async(
+        self, world: World, x: Tensor, codec: Codec, turn: Turn, *, purpose: str, seed: int = 0, ahead: bool = False
+    ) -> Handle:
+        if codec.lossless and not ahead:
             refuse_non_finite(x, x.abs().max())
             return world.mean_async(x, purpose=purpose)
-        return world.encoded_mean_async(x, codec, purpose=purpose, seed=seed)
+        return world.encoded_mean_async(x, codec, purpose=purpose, seed=seed, ahead=ahead)
 
-    def sent_bytes(self, numel: int, codec: Codec, replicas: int, replica: int) -> int:
+    def sent_bytes(self, numel: int, codec: Codec, turn: Turn, replicas: int, replica: int) -> int:
         if codec.lossless:
             return mean_bytes(numel, 4, replicas, replica)
         return encoded_mean_bytes(numel, codec, replicas, replica)
 
 
-PEERS: dict[str, Peers] = {"all": AllReplicas()}
+class RandomGroup:
+    """A random group of `size` replicas or more (`routing.groups`), another at each turn; nobody else takes part."""
+
+    def __init__(self, size: int, seed: int):
+        self.size, self.seed = size, seed
+
+    def members(self, turn: Turn, replicas: int, replica: int) -> list[int]:
+        """The group of a replica at a turn, in ascending order."""
+        return group_of(replica, self.seed, turn, replicas, self.size)
+
+    def mean_async(
+        self, world: World, x: Tensor, codec: Codec, turn: Turn, *, purpose: str, seed: int = 0, ahead: bool = False
+    ) -> Handle:
+        group = self.members(turn, world.replicas, world.replica)
+        return world.encoded_mean_async(x, codec, purpose=purpose, seed=seed, group=group, ahead=ahead)
+
+    def sent_bytes(self, numel: int, codec: Codec, turn: Turn, replicas: int, replica: int) -> int:
+        group = self.members(turn, replicas, replica)
+        return encoded_mean_bytes(numel, codec, len(group), group.index(replica))
+
+
+def make_peers(method: MethodConfig, seed: int) -> Peers:
+    """The rule of `method.peers`."""
+    return RandomGroup(method.group_size, seed) if method.peers == "group" else AllReplicas()

@@ -6,7 +6,10 @@ is computing, and is kept; what the wire takes is worked out anew, with the link
     finished = max(wire free, all members have submitted) + phases * latency + 8 S / rate
 
 where S are the bytes that the rank sent in the verb, which for the collectives here are also those that it took. A
-phase is one swap of messages: a mean is two, of shares and of their sums.
+phase is one swap of messages: a mean is two, of shares and of their sums. A message from one rank to another leaves its
+sender free, and arrives
+
+    arrival = max(sender's wire free, submitted) + 8 S / rate + latency
 """
 
 from __future__ import annotations
@@ -93,8 +96,7 @@ def replay(
         for s in trace:
             if rank in (known := members.setdefault((s.axis, s.verb), {})):
                 raise ValueError(
-                    f"rank {rank} has more than one {s.verb!r} on axis {s.axis}: only verbs that a whole"
-                    " axis carries out are numbered, and can be replayed"
+                    f"rank {rank} has more than one {s.verb!r} on axis {s.axis}: these are traces of several runs"
                 )
             known[rank] = s
     begin = min(s.submitted for t in traces for s in t)
@@ -114,7 +116,11 @@ def replay(
                 if what == "wait" and (*key, rank) not in finished:
                     break
                 now[rank] = now[rank] + seconds * slow[rank]
-                if what == "submit":
+                if what == "submit" and span.verb.startswith("message"):
+                    if span.nbytes:  # of its sender; when its receiver began to expect it decides nothing
+                        left = timeline.add((span.axis, rank), 8 * span.nbytes / rate, [now[rank]])
+                        finished |= {(*key, r): now[rank] if r == rank else left + latency_s for r in members[key]}
+                elif what == "submit":
                     submitted[key][rank] = now[rank]
                     if len(submitted[key]) == len(members[key]):
                         for r, mine in members[key].items():

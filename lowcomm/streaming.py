@@ -44,17 +44,19 @@ def layer_fragments(layers: int, layers_per_fragment: int, pattern: Pattern) -> 
 
 
 def parameter_fragments(names: list[str], fragments: str, layers_per_fragment: int) -> list[list[str]]:
-    """Parameter names of each fragment: "whole", or layers in a `Pattern` and, last, what belongs to no layer.
+    """Parameter names of each fragment: "whole", or layers in a `Pattern` and, last, what belongs to no layer, if any.
 
-    A parameter of layer i is named "blocks.i...."; the others are the embedding, the final norm and the head.
+    A parameter of layer i is named "blocks.i...."; the others are the embedding, the final norm and the head. Of a
+    pipeline's stage, the layers are its own.
     """
     if fragments == "whole":
         return [names]
     layer_of = {n: int(n.split(".")[1]) for n in names if n.startswith("blocks.")}
-    groups = layer_fragments(max(layer_of.values()) + 1, layers_per_fragment, fragments)
-    return [[n for n in names if layer_of.get(n) in group] for group in groups] + [
-        [n for n in names if n not in layer_of]
-    ]
+    layers = sorted(set(layer_of.values()))
+    groups = [{layers[i] for i in group} for group in layer_fragments(len(layers), layers_per_fragment, fragments)]
+    found = [[n for n in names if layer_of.get(n) in group] for group in groups]
+    rest = [n for n in names if n not in layer_of]
+    return [*found, rest] if rest else found
 
 
 @dataclass(frozen=True)

@@ -102,10 +102,7 @@ def train(
         while step < t.steps and not stop.before(step + 1):
             step += 1
             row = trainer.step(step)
-            if step == t.steps or (t.eval_every and step % t.eval_every == 0):
-                row["val_loss"] = trainer.evaluate()
-            if step == t.steps:
-                row |= {f"val_loss_{which}": trainer.evaluate(which) for which in t.evaluate_also}
+            row |= trainer.evaluations(step)
             metrics.add(row)
             clock.add({"step": step, "seconds": world.clock.elapsed()})
             if on_row is not None:
@@ -140,6 +137,7 @@ def train_in_threads(
     return run_threads(
         lambda world: train(config, world, data_folder, out, times, on_row=on_row),
         replicas=config.replicas,
+        stages=config.stages,
         comm=config.comm,
     )[0]
 
@@ -165,11 +163,13 @@ def _finish(trainer: Trainer, checkpoints: Checkpoints, out: Path, times: Path) 
     config, world, t = trainer.config, trainer.world, trainer.config.train
     seconds = world.clock.elapsed()
     sent = world.ledger.by_purpose()
-    count = torch.tensor([world.ledger.total(axis="replica"), world.ledger.peak_step_bytes("replica")])
-    everyone = torch.stack(world.exchange(count, purpose="summary", axis="world"))
     rows = read_metrics(out / "metrics" / f"rank-{world.rank:03d}.jsonl")
-    last = [r["loss"] for r in rows[-max(1, len(rows) // 20) :]]
-    train_loss = world.mean(torch.tensor([sum(last) / len(last)], dtype=torch.float64), purpose="summary").item()
+    last = [r["loss"] for r in rows[-max(1, len(rows) // 20) :] if "loss" in r]
+    sent_bytes = [world.ledger.total(axis=axis) for axis in ("replica", "route")]
+    peak_bytes = world.ledger.peak_step_bytes("replica")
+    own = torch.tensor([sum(last), len(last), *sent_bytes, peak_bytes], dtype=torch.float64)
+    everyone = torch.stack(world.exchange(own, purpose="summary", axis="world"))
+    train_loss = (everyone[:, 0].sum() / everyone[:, 1].sum()).item()
     val_loss = rows[-1]["val_loss"]
     tokens = t.steps * t.global_batch * t.seq_len
     flops = training_flops(config.model, t.steps * t.global_batch, t.seq_len)
@@ -178,15 +178,16 @@ def _finish(trainer: Trainer, checkpoints: Checkpoints, out: Path, times: Path) 
         "run": config.to_dict(),
         "val_loss": val_loss,
         "val_perplexity": math.exp(val_loss),
-        **{key: value for key, value in rows[-1].items() if key.startswith("val_loss_")},
+        **{key: value for key, value in rows[-1].items() if key.startswith("val_loss_") or key == "weight_spread"},
         "train_loss": train_loss,
         "tokens": tokens,
         "parameters": count_parameters(config.model).total,
         "training_flops": flops,
         "sent_bytes": sent,
-        "sent_bytes_closed_form": trainer.engine.sent_bytes(),
-        "sent_bytes_per_rank": everyone[:, 0].tolist(),
-        "peak_step_bytes": int(everyone[:, 1].max()),
+        "sent_bytes_closed_form": trainer.sent_bytes(),
+        "sent_bytes_per_rank": everyone[:, 2].long().tolist(),
+        "routed_bytes_per_rank": everyone[:, 3].long().tolist(),
+        "peak_step_bytes": int(everyone[:, 4].max()),
         "environment": {
             "python": platform.python_version(),
             "torch": torch.__version__,
@@ -195,7 +196,7 @@ def _finish(trainer: Trainer, checkpoints: Checkpoints, out: Path, times: Path) 
             "reduction": world.reduction,
         },
     }
-    weights = trainer.engine.weights()
+    weights = trainer.whole(trainer.engine.weights())
     if world.trace is not None:
         lines = [json.dumps(dataclasses.asdict(span)) + "\n" for span in world.trace.spans]
         (times / f"trace-{world.rank:03d}.jsonl").write_text("".join(lines))
@@ -224,9 +225,9 @@ def _jobs(args: argparse.Namespace) -> list[tuple[RunConfig, Path, Path, Path]]:
         configs = params.run_points(args.run, scale=args.scale, **override)
         if "WORLD_SIZE" in os.environ:
             ranks = int(os.environ["WORLD_SIZE"])
-            some = [c for c in configs if c.replicas == ranks]
+            some = [c for c in configs if c.ranks == ranks]
             if not some:
-                raise ConfigError(f"no point of run {args.run} has {ranks} replicas, as many as there are ranks")
+                raise ConfigError(f"no point of run {args.run} has {ranks} ranks (replicas x stages)")
             configs = some
     else:
         configs = [
@@ -272,7 +273,9 @@ def main(argv: list[str] | None = None) -> int:
         for run, out, times, data in _jobs(args):
             if processes:
                 transport = None if world is None else world.transport
-                world = world_from_torchrun(replicas=run.replicas, comm=run.comm, transport=transport)
+                world = world_from_torchrun(
+                    replicas=run.replicas, stages=run.stages, comm=run.comm, transport=transport
+                )
                 train(run, world, data, out, times)
                 stop = stop_between_runs(world)
                 world.leave()

@@ -1,8 +1,9 @@
-"""One rank's inner training: model, data, inner optimizer, engine, and their state."""
+"""One rank's inner training: model or stage of it, data, inner optimizer, engine, and their state."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -13,7 +14,8 @@ from lowcomm.comm import World
 from lowcomm.config import ConfigError, RunConfig, TrainConfig
 from lowcomm.data import TokenData
 from lowcomm.model import Decoder
-from lowcomm.outer import DataParallel, Engine, Evaluated, LocalUpdates
+from lowcomm.outer import DataParallel, Engine, Evaluated, Independent, LocalUpdates, weight_spread
+from lowcomm.pipeline import Pipeline
 
 
 def learning_rate(step: int, t: TrainConfig) -> float:
@@ -46,6 +48,8 @@ def make_engine(model: Decoder, world: World, config: RunConfig) -> Engine:
         return FullySharded(model, world, config.method, config.train)
     if config.method.exchange == "gradients":
         return DataParallel(model, world, config.method, config.train)
+    if config.method.exchange == "none":
+        return Independent(model, world)
     return LocalUpdates(model, world, config.method, config.train, seed=config.seed)
 
 
@@ -58,8 +62,9 @@ class Trainer:
     """One rank of one run. `train.train` is the way in."""
 
     def __init__(self, config: RunConfig, world: World, data: TokenData):
-        if config.replicas != world.replicas:
-            raise ConfigError(f"run {config.name} has {config.replicas} replicas, the world has {world.replicas}")
+        for axis in ("replicas", "stages"):
+            if (asked := getattr(config, axis)) != (there := getattr(world, axis)):
+                raise ConfigError(f"run {config.name} has {asked} {axis}, the world has {there}")
         self.config, self.world, self.data = config, world, data
         for key, value in dataclasses.asdict(config.data).items():
             if (was := data.card.get("settings", {}).get(key)) != value:
@@ -71,10 +76,22 @@ class Trainer:
             torch.compiler.reset()  # what an earlier run in this process compiled must not decide what this one does
         if world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(world.device)
-        self.model = Decoder(config.model).initialise(config.seed).to(world.device)
+        self.model = Decoder(config.model).initialise(config.seed).cut(world.stage, world.stages).to(world.device)
+        self.model.recompute = config.train.recompute
         self.engine = make_engine(self.model, world, config)
         self.optimizer = inner_optimizer(self.model, config.train)
         self.losses = torch.compile(self.model.losses) if config.train.compile else self.model.losses
+        self.pipeline = None
+        if world.stages > 1:
+            self.pipeline = Pipeline(
+                self.model,
+                world,
+                losses=self.losses,
+                autocast=self._autocast,
+                micro_batches=config.train.accumulation,
+                routing=config.method.route,
+                seed=config.seed,
+            )
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.config.train.precision == "bf16")
@@ -87,34 +104,56 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.engine.before_step(step)
-        tokens = self.data.batch(step, world.replica, world.replicas).to(world.device, non_blocking=True)
-        entropies = []
-        for part in tokens.chunk(t.accumulation):
-            with self._autocast():
-                loss, entropy = self.losses(part[:, :-1], part[:, 1:])
-            (loss / t.accumulation if t.accumulation > 1 else loss).backward()
-            entropies.append(entropy.detach())
+
+        @functools.cache
+        def batch(replica: int) -> Tensor:
+            return self.data.batch(step, replica, world.replicas).to(world.device, non_blocking=True)
+
+        entropies = (
+            self._accumulate(batch(world.replica)) if self.pipeline is None else self.pipeline.train(step, batch)
+        )
         self.engine.average_gradients()
         norm = self._clip()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         logged = self.engine.after_step(step)
-        loss = torch.stack(entropies).mean() if len(entropies) > 1 else entropies[0]
-        return {"step": step, "loss": loss, "lr": lr, "grad_norm": norm} | logged
+        row = {"step": step, "lr": lr, "grad_norm": norm} | logged
+        if entropies:  # at the last stage
+            row["loss"] = torch.stack(entropies).mean() if len(entropies) > 1 else entropies[0]
+        return row
+
+    def _accumulate(self, tokens: Tensor) -> list[Tensor]:
+        """Forward and backward of a whole model, micro-batch by micro-batch; returns the cross-entropy of each."""
+        count, entropies = self.config.train.accumulation, []
+        for part in tokens.chunk(count):
+            with self._autocast():
+                loss, entropy = self.losses(part[:, :-1], part[:, 1:])
+            (loss / count if count > 1 else loss).backward()
+            entropies.append(entropy.detach())
+        return entropies
 
     def _clip(self) -> Tensor:
-        """Scale gradients to norm clip_norm at most; returns the norm before. Inner gradients only."""
+        """Scale gradients to norm clip_norm at most; returns the norm before. Inner gradients only.
+
+        The norm is of the whole model: of a pipeline, of all stages of one replica, whatever the routes.
+        """
         grads = [_local(p.grad) for p in self.model.parameters() if p.grad is not None]
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
         if self.config.method.exchange == "fsdp":
             norm = self.world.sum(norm.square().reshape(1), purpose="fsdp norm").sqrt()[0]
+        if self.pipeline is not None:
+            norm = self.world.sum(norm.square().reshape(1), purpose="gradient norm", axis="stage").sqrt()[0]
         if self.config.train.clip_norm:
             torch._foreach_mul_(grads, (self.config.train.clip_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
     @torch.no_grad()
-    def evaluate(self, which: Evaluated = "agreed") -> float:
-        """Mean validation cross-entropy (nats per token) of the evaluated parameters, the same on every rank."""
+    def evaluate(self, which: Evaluated = "agreed", *, together: bool = True) -> float | None:
+        """Mean validation cross-entropy (nats per token) of the evaluated parameters.
+
+        `together`: the same on every rank, replicas having shared the windows. Else nobody waits for another replica,
+        and each has the mean over its own windows, at the last stage; None elsewhere.
+        """
         world, rows = self.world, self.config.local_batch // self.config.train.accumulation
         windows = self.data.validation(self.config.train.eval_sequences)
         total = torch.zeros(2, dtype=torch.float64)
@@ -124,11 +163,51 @@ class Trainer:
                 mine = len(part) if begin + world.replica * rows < len(windows) else 0
                 # A rank without windows runs one for nothing: sharded models need all ranks in each forward.
                 part = (part if mine else windows[:1]).to(world.device)
-                entropy = self.losses(part[:, :-1], part[:, 1:])[1]
+                if self.pipeline is None:
+                    entropy = self.losses(part[:, :-1], part[:, 1:])[1]
+                elif (entropy := self.pipeline.evaluate(part)) is None:
+                    continue
                 total += torch.tensor([entropy.item() * mine, mine], dtype=torch.float64)
-        total = total.to(world.device)
-        loss_sum, count = world.sum(total, purpose="evaluation").tolist()
-        return loss_sum / count
+        if together:
+            world.sum(total := total.to(world.device), purpose="evaluation", axis="world")
+        loss_sum, count = total.tolist()
+        return loss_sum / count if count else None
+
+    def evaluations(self, step: int) -> dict[str, float]:
+        """What is logged of the model after `step`, where an evaluation is due."""
+        t, last, found = self.config.train, step == self.config.train.steps, {}
+        if not last and not (t.eval_every and step % t.eval_every == 0):
+            return found
+        if (loss := self.evaluate(together=last or self.engine.one_model)) is not None:
+            found["val_loss"] = loss
+        if last:
+            found |= {f"val_loss_{which}": self.evaluate(which) for which in t.evaluate_also}
+        if t.record_spread:
+            found["weight_spread"] = weight_spread(self.world, list(self.model.parameters()))
+        return found
+
+    def whole(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The evaluated parameters of all stages, on the ranks of replica 0; every rank must ask."""
+        world = self.world
+        if world.stages == 1 or world.replica:
+            return weights
+        flat = torch.cat([w.detach().reshape(-1).float() for w in weights.values()])
+        gathered, found = world.exchange(flat, purpose="summary", axis="stage"), {}
+        for stage, values in enumerate(gathered):
+            with torch.device("meta"):
+                like = dict(Decoder(self.config.model).cut(stage, world.stages).named_parameters())
+            parts = values.split([p.numel() for p in like.values()])
+            found |= {n: v.view(p.shape) for (n, p), v in zip(like.items(), parts, strict=True)}
+        return found
+
+    def sent_bytes(self) -> dict[str, int]:
+        """Closed form of what this rank sends in the whole run, by axis and purpose; {} where none is claimed."""
+        t = self.config.train
+        found = {f"replica/{purpose}": n for purpose, n in self.engine.sent_bytes().items()}
+        if self.pipeline is not None:
+            sent = self.pipeline.sent_bytes(t.steps, self.config.local_batch, t.seq_len)
+            found |= {f"route/{purpose}": n for purpose, n in sent.items()}
+        return found
 
     def tensors(self) -> dict[str, Tensor]:
         """All state of this rank, by name: model, inner optimizer, engine."""

@@ -41,7 +41,10 @@ def small_run(run: str = "diloco_m2", **override: Any) -> RunConfig:
 def settings_of(config: RunConfig) -> list[str]:
     """What makes `config` of its run at smoke scale, as words for `--set`."""
     smoke = run_config(config.name, scale="smoke")
-    return [
+    grid = [
+        f"{key}={getattr(config, key)}" for key in ("replicas", "stages") if getattr(config, key) != getattr(smoke, key)
+    ]
+    return grid + [
         f"{section}.{key}={json.dumps(value)}"
         for section in ("model", "data", "train", "method", "comm", "checkpoint")
         for key, value in vars(getattr(config, section)).items()

@@ -59,7 +59,7 @@ def test_no_token_sees_the_future(config: ModelConfig) -> None:
     tokens = torch.randint(0, 50, (1, 12))
     x = model.embedding(tokens).detach().requires_grad_()
     h = x
-    for block in model.blocks:
+    for block in model.blocks.values():
         h = block(h, model.cos_TH[:12], model.sin_TH[:12])
     h[0, 5].sum().backward()
     assert torch.count_nonzero(x.grad[0, 6:]) == 0

@@ -21,7 +21,7 @@ from tests.conftest import small_run
 
 def _span(rank: int, number: int, submitted: float, finished: float, entered: float, **other: Any) -> Span:
     left = max(entered, finished)
-    known = {"axis": "replica", "verb": f"mean #{number}", "nbytes": 125_000_000, "phases": 2}
+    known = {"axis": "replica", "ranks": 2, "verb": f"mean #{number}", "nbytes": 125_000_000, "phases": 2}
     return Span(
         rank=rank, purpose="outer", step=0, submitted=submitted, finished=finished, entered_wait=entered,
         left_wait=left, **known | other
@@ -57,9 +57,9 @@ def test_a_wire_serves_in_order_and_a_verb_waits_for_all() -> None:
 def test_traces_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no trace in .*: train with comm.trace = true"):
         read_traces(tmp_path)
-    message = [_span(0, 0, 0.0, 1.0, 2.0, verb="message"), _span(0, 0, 1.0, 2.0, 3.0, verb="message")]
-    with pytest.raises(ValueError, match="rank 0 has more than one 'message' on axis replica: only verbs"):
-        replay([message, []], 1.0)
+    twice = [_span(0, 0, 0.0, 1.0, 2.0), _span(0, 0, 1.0, 2.0, 3.0)]
+    with pytest.raises(ValueError, match="rank 0 has more than one 'mean #0' on axis replica: these are traces of sev"):
+        replay([twice, []], 1.0)
     with pytest.raises(ValueError, match="1 slowdowns for 2 ranks"):
         replay([[], []], 1.0, slowdown=[1.0])
     crossed = [
@@ -127,3 +127,43 @@ def test_a_replay_at_another_rate_is_a_run_at_that_rate(monkeypatch) -> None:
         again = replay(traces, gbit_per_s, latency_s=0.002)
         assert float(again.seconds) == pytest.approx(float(recorded(truth).seconds), rel=0.1)
         assert float(again.utilisation) == pytest.approx(float(recorded(truth).utilisation), rel=0.1)
+
+
+def test_messages_by_hand() -> None:
+    """Two of 1 Gbit at 1 Gbit/s, sent at 1 and 1.5 s: there after 2 and 3 s, whenever they are expected."""
+    names = [{"verb": f"message #{k} 0 to 1", "phases": 1, "axis": "route"} for k in (0, 1)]
+    sender = [_span(0, 0, 1.0, 1.0, 1.0, **names[0]), _span(0, 1, 1.5, 1.5, 1.5, **names[1])]
+    receiver = [_span(1, k, 0.0, 1.0, 1.0 + k, nbytes=0, **names[k]) for k in (0, 1)]
+    again = replay([sender, receiver], [1.0, 0.5])
+    assert np.allclose(again.seconds, [3, 5])
+    assert np.allclose(replay([sender, receiver], [1.0], latency_s=0.5).seconds, [3.5])
+
+
+def test_a_pipeline_is_replayed_at_another_rate(corpus: Path, tmp_path: Path, monkeypatch) -> None:
+    """NoLoCo over a randomly routed pipeline: messages, pairs and the norm's sum, from one trace to another link."""
+    method = {"peers": "group", "outer": "noloco", "outer_lr": 0.7, "outer_momentum": 0.5, "outer_pull": 0.7}
+    inner = Trainer._clip
+
+    def steady(self: Trainer) -> Any:
+        time.sleep(0.03)
+        return inner(self)
+
+    monkeypatch.setattr(Trainer, "_clip", steady)
+    found = {}
+    for mbit_per_s in (200, 20):
+        config = small_run(
+            "diloco_m2",
+            stages=2,
+            model={"dim": 64, "ffn_dim": 256, "heads": 4},
+            method=method | {"route": "random_micro_batch"},
+            train={"accumulation": 2},
+            comm={"link_mbit_per_s": mbit_per_s, "link_latency_ms": 2, "clock": "virtual", "trace": True},
+        )
+        out = tmp_path / str(mbit_per_s)
+        train_in_threads(config, corpus, out / "run", out / "times")
+        found[mbit_per_s] = read_traces(out / "times")
+    truth, other = recorded(found[20]), recorded(found[200])
+    again = replay(found[200], 0.02, latency_s=0.002)
+    assert float(truth.seconds) > 1.3 * float(other.seconds)
+    assert float(again.seconds) == pytest.approx(float(truth.seconds), rel=0.1)
+    assert float(again.utilisation) == pytest.approx(float(truth.utilisation), rel=0.1)

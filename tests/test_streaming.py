@@ -352,7 +352,7 @@ def test_a_replica_that_diverges_is_named_on_every_rank(codec: str, corpus: Path
     def diverge(trainer: Trainer, row: dict) -> None:
         if row["step"] == 4 and trainer.world.rank == 1:
             with torch.no_grad():
-                trainer.model.blocks[0].mlp.up.weight[0, 0] = float("nan")
+                trainer.model.blocks["0"].mlp.up.weight[0, 0] = float("nan")
 
     def work(world: World) -> None:
         try:

@@ -1,0 +1,151 @@
+"""A pipeline: the decoder cut into stages, micro-batches in GPipe's order (Huang et al., 2019) over World's messages.
+
+Each stage runs the forward passes of all micro-batches, then their backward passes. Activations go to the replica of
+the next stage that the route names, their gradients come back the same way; both are sent while the next micro-batch
+is computed, and received into buffers that were posted at the beginning. The last stage draws the targets of whatever
+tokens come by from the data, which is a pure function of step and replica, so that no tokens travel.
+
+With S equal stages and M micro-batches a step takes (M + S - 1) / M times what its stages compute: the share
+(S - 1) / (M + S - 1) of it is the bubble.
+
+torch.distributed.pipelining has the same schedule (ScheduleGPipe), between fixed neighbours of a process group. A route
+that changes with each micro-batch, ranks in threads, and the ledger's and the link's hold on every message would all
+have to go around it; what would be left of it is the loop below.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lowcomm.axis import Handle
+from lowcomm.comm import World
+from lowcomm.model import Decoder
+from lowcomm.routing import Route, fixed_route, random_route
+
+Routing = Literal["fixed", "random_step", "random_micro_batch"]
+ACTIVATIONS, GRADIENTS = "activations", "activation gradients"
+
+
+def bubble(stages: int, micro_batches: int) -> float:
+    """Share of a step that a stage stands still: (S - 1) / (M + S - 1)."""
+    return (stages - 1) / (micro_batches + stages - 1)
+
+
+class Pipeline:
+    """This rank's stage.
+
+    Args:
+        model: the stage, `Decoder.cut` from the whole.
+        losses: (input, targets) -> (training loss, cross-entropy) of the last stage.
+        autocast: the context of forward passes.
+        micro_batches: M; a replica's batch splits into them.
+        routing: "fixed", or random anew each step or each micro-batch.
+        seed: of the routes.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        world: World,
+        *,
+        losses: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+        autocast: Callable[[], contextlib.AbstractContextManager],
+        micro_batches: int,
+        routing: Routing,
+        seed: int,
+    ):
+        self.model, self.world, self.losses, self.autocast = model, world, losses, autocast
+        self.micro_batches, self.routing, self.seed = micro_batches, routing, seed
+        self.first, self.last = world.stage == 0, world.stage == world.stages - 1
+
+    def routes(self, step: int) -> list[Route]:
+        """The route of each micro-batch of a step."""
+        stages, replicas = self.world.stages, self.world.replicas
+        if self.routing == "fixed":
+            return [fixed_route(stages, replicas)] * self.micro_batches
+        if self.routing == "random_step":
+            return [random_route(self.seed, step, 0, stages, replicas)] * self.micro_batches
+        return [random_route(self.seed, step, m, stages, replicas) for m in range(self.micro_batches)]
+
+    def _rank(self, stage: int, replica: int) -> int:
+        return stage * self.world.replicas + replica
+
+    def _from_before(self, route: Route, like: Tensor, purpose: str) -> Handle:
+        at = self._rank(self.world.stage - 1, route.before(self.world.stage, self.world.replica))
+        return self.world.recv_async(at, purpose=purpose, axis="route", like=like)
+
+    def _to_before(self, route: Route, x: Tensor, purpose: str) -> Handle:
+        at = self._rank(self.world.stage - 1, route.before(self.world.stage, self.world.replica))
+        return self.world.send_async(x, at, purpose=purpose, axis="route")
+
+    def _from_after(self, route: Route, like: Tensor, purpose: str) -> Handle:
+        at = self._rank(self.world.stage + 1, route.after(self.world.stage, self.world.replica))
+        return self.world.recv_async(at, purpose=purpose, axis="route", like=like)
+
+    def _to_after(self, route: Route, x: Tensor, purpose: str) -> Handle:
+        at = self._rank(self.world.stage + 1, route.after(self.world.stage, self.world.replica))
+        return self.world.send_async(x, at, purpose=purpose, axis="route")
+
+    def _room(self, tokens: Tensor) -> Tensor:
+        """Where the activations of tokens [B, T + 1] arrive: [B, T, D]."""
+        return torch.empty(len(tokens), tokens.shape[1] - 1, self.model.config.dim, device=self.world.device)
+
+    def train(self, step: int, batch: Callable[[int], Tensor]) -> list[Tensor]:
+        """Forward and backward of one step; gradients of the mean loss of the micro-batches are added to `.grad`.
+
+        `batch(replica)` gives the tokens [B, T + 1] of a replica. Returns the cross-entropy of each micro-batch at the
+        last stage, nothing elsewhere.
+        """
+        me, count = self.world.replica, self.micro_batches
+        routes = self.routes(step)
+        here = batch(me).chunk(count)
+        arriving = [] if self.first else [
+            self._from_before(route, self._room(x), ACTIVATIONS) for route, x in zip(routes, here, strict=True)
+        ]  # fmt: skip
+        passed, sent, entropies = [], [], []
+        for m, route in enumerate(routes):
+            x = here[m][:, :-1] if self.first else arriving[m].wait().requires_grad_()
+            with self.autocast():
+                if self.last:
+                    origin = route.origin(self.world.stage, me)
+                    loss, entropy = self.losses(x, batch(origin).chunk(count)[m][:, 1:])
+                    y = loss / count
+                    entropies.append(entropy.detach())
+                else:
+                    y = self.model(x)
+                    sent.append(self._to_after(route, y.detach(), ACTIVATIONS))
+            passed.append((x, y))
+        returning = [] if self.last else [
+            self._from_after(route, torch.empty_like(y), GRADIENTS)
+            for route, (_, y) in zip(routes, passed, strict=True)
+        ]  # fmt: skip
+        for m, route in enumerate(routes):
+            x, y = passed[m]
+            passed[m] = None
+            torch.autograd.backward(y, None if self.last else returning[m].wait())
+            if not self.first:
+                sent.append(self._to_before(route, x.grad, GRADIENTS))
+        for handle in sent:
+            handle.wait()
+        return entropies
+
+    @torch.no_grad()
+    def evaluate(self, tokens: Tensor) -> Tensor | None:
+        """The cross-entropy of tokens [B, T + 1] along the fixed route, at the last stage."""
+        route = fixed_route(self.world.stages, self.world.replicas)
+        x = tokens[:, :-1] if self.first else self._from_before(route, self._room(tokens), "evaluation").wait()
+        with self.autocast():
+            if self.last:
+                return self.losses(x, tokens[:, 1:])[1]
+            self._to_after(route, self.model(x), "evaluation").wait()
+        return None
+
+    def sent_bytes(self, steps: int, sequences: int, tokens: int) -> dict[str, int]:
+        """Closed form of this rank's bytes in a run of `steps` with `sequences` of `tokens` a step, by purpose."""
+        once = 4 * steps * sequences * tokens * self.model.config.dim
+        return {ACTIVATIONS: 0 if self.last else once, GRADIENTS: 0 if self.first else once}

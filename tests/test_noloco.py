@@ -1,0 +1,430 @@
+"""NoLoCo: one step by hand, the identities of its momentum, what replicas do without each other, and the theory."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lowcomm.comm import World
+from lowcomm.config import ConfigError, RunConfig
+from lowcomm.fragment import PulledMomentum, flatten
+from lowcomm.metrics import read_metrics
+from lowcomm.noloco import Quadratic, contraction_bound, differing, idle_growth, paper_bounds, second_moments
+from lowcomm.outer import LocalUpdates, weight_spread
+from lowcomm.ranks import run_threads
+from lowcomm.routing import groups
+from lowcomm.train import train, train_in_threads
+from lowcomm.trainer import Trainer
+from tests.conftest import command_line, small_run
+from tests.harness import torchrun
+
+NOLOCO = {"peers": "group", "outer": "noloco", "outer_lr": 0.7, "outer_momentum": 0.5, "outer_pull": 0.7}
+FULL = NOLOCO | {"fragments": "strided", "layers_per_fragment": 1, "sync_every_steps": 6, "codec": "e3m0"}
+
+
+def noloco_run(**override: Any) -> RunConfig:
+    method = NOLOCO | override.pop("method", {})
+    return small_run("diloco_m2", **({"replicas": 4} | override), method=method)
+
+
+# One step by hand
+
+
+@pytest.mark.parametrize(
+    ("slow", "fast", "momentum", "expected_m", "expected_slow"),
+    [
+        # n = 2; alpha 0.5, beta 0.25, gamma 0.5. theta - phi = 2, 4, mean 3; mean phi = 4.
+        # m_1 = 0.5 * 1 + 0.25 * 3 + 0.5 * (4 - 2) = 2.25,  m_2 = 0.5 * -1 + 0.75 + 0.5 * (4 - 6) = -0.75
+        ([2.0, 6.0], [4.0, 10.0], [1.0, -1.0], [2.25, -0.75], [4.25, 5.25]),
+        # n = 4. theta - phi = 1, -1, 2, 6, mean 2; mean phi = 3.
+        # m = 0.5 m + 0.25 * 2 + 0.5 * (3 - phi): 0.5 + 0.5 + 1, 0 + 0.5 + 0.5, -1 + 0.5 + 0, 2 + 0.5 - 1.5
+        ([1.0, 2.0, 3.0, 6.0], [2.0, 1.0, 5.0, 12.0], [1.0, 0.0, -2.0, 4.0],
+         [2.0, 1.0, -0.5, 1.0], [3.0, 3.0, 2.5, 7.0]),
+    ],
+)  # fmt: skip
+def test_one_outer_step_by_hand(
+    slow: list[float], fast: list[float], momentum: list[float], expected_m: list[float], expected_slow: list[float]
+) -> None:
+    """Eq. 1 to 3 with +beta: replicas move towards where their inner steps went, and towards each other."""
+    n = len(slow)
+    optimizer = PulledMomentum(0.25, 0.5, 0.5)
+    for i in range(n):
+        agreed = torch.tensor([slow[i]])
+        buffers = {"momentum": torch.tensor([-momentum[i] / 0.25])}  # of outer gradients, whose sign is the other
+        delta = torch.tensor([sum(p - t for p, t in zip(slow, fast, strict=True)) / n])
+        optimizer.step(agreed, delta, buffers, torch.tensor([sum(slow) / n]))
+        assert agreed.item() == expected_slow[i]
+        assert -0.25 * buffers["momentum"].item() == expected_m[i]
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_a_run_takes_the_steps_of_equation_2(
+    n: int, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each replica's slow weights, recomputed in float64 from the fast weights that the run shows."""
+    config = noloco_run(method={"group_size": n})
+    fast: dict[tuple[int, int], torch.Tensor] = {}
+    slow: dict[tuple[int, int], torch.Tensor] = {}
+    plain = LocalUpdates.after_step
+
+    def after_step(self: LocalUpdates, step: int) -> dict[str, float]:
+        (fragment,), replica = self.fragments, self.world.replica
+        fast[replica, step] = flatten(fragment.parameters).double()
+        logged = plain(self, step)
+        slow[replica, step] = fragment.agreed.double().clone()
+        return logged
+
+    monkeypatch.setattr(LocalUpdates, "after_step", after_step)
+    train_in_threads(config, corpus, tmp_path)
+    start = slow[0, 1]
+    m = {r: torch.zeros_like(start) for r in range(4)}
+    phi = {r: start.clone() for r in range(4)}
+    for turn, step in enumerate((4, 8, 12)):
+        moved = {r: fast[r, step] - phi[r] for r in range(4)}
+        before = {r: phi[r].clone() for r in range(4)}
+        for group in groups(config.seed, (0, turn), 4, n):
+            mean_moved = sum(moved[r] for r in group) / len(group)
+            mean_slow = sum(before[r] for r in group) / len(group)
+            for r in group:
+                m[r] = 0.5 * m[r] + 0.7 * mean_moved + 0.7 * (mean_slow - before[r])
+                phi[r] = before[r] + m[r]
+        for r in range(4):
+            assert torch.allclose(slow[r, step], phi[r], rtol=0, atol=1e-6)
+            phi[r] = slow[r, step]
+    apart = max((phi[0] - phi[r]).abs().max().item() for r in (1, 2, 3))
+    assert (apart == 0) == (n == 4)  # a group of all agrees
+
+
+# Identities
+
+
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_a_group_of_all_is_heavy_ball_diloco(replicas: int, corpus: Path, tmp_path: Path) -> None:
+    """Slow weights stay equal, the pull is zero, and the rest is heavy ball: bit for bit."""
+    method = {"group_size": replicas, "outer_pull": 0.9}
+    train_in_threads(noloco_run(replicas=replicas, method=method), corpus, tmp_path / "group")
+    heavy = {"outer": "heavy_ball", "outer_lr": 0.7, "outer_momentum": 0.5}
+    train_in_threads(small_run("diloco_m2", replicas=replicas, method=heavy), corpus, tmp_path / "diloco")
+    for r in range(replicas):
+        a, b = (read_metrics(tmp_path / n / "metrics" / f"rank-00{r}.jsonl") for n in ("group", "diloco"))
+        assert [row["loss"] for row in a] == [row["loss"] for row in b]
+    a, b = (load_file(tmp_path / n / "model.safetensors") for n in ("group", "diloco"))
+    assert all(torch.equal(a[k], b[k]) for k in b)
+
+
+def test_the_pull_conserves_the_mean_over_replicas() -> None:
+    """Replicas that compute nothing: their mean stays where it was while they come together."""
+    generator = torch.Generator().manual_seed(0)
+    phi = torch.randn(5, 100, generator=generator, dtype=torch.float64)
+    mean, spread = phi.mean(0), phi.std(0).mean()
+    optimizer = PulledMomentum(0.7, 0.5, 0.7)
+    buffers = [{"momentum": torch.zeros(100, dtype=torch.float64)} for _ in range(5)]
+    for turn in range(60):
+        for group in groups(0, (0, turn), 5, 2):
+            peers = phi[group].mean(0)
+            for r in group:
+                optimizer.step(phi[r], torch.zeros(100, dtype=torch.float64), buffers[r], peers.clone())
+        assert torch.allclose(phi.mean(0), mean, atol=1e-12)
+    assert phi.std(0).mean() < 1e-3 * spread
+
+
+def test_threads_and_processes_give_the_same_run(corpus: Path, tmp_path: Path) -> None:
+    config = noloco_run(stages=2, replicas=2, method={"route": "random_step"}, train={"record_spread": True})
+    train_in_threads(config, corpus, tmp_path / "threads")
+    done = torchrun(4, *command_line(config, corpus, tmp_path / "processes"))
+    assert done.returncode == 0, done.stderr
+    for name in (*(f"metrics/rank-00{r}.jsonl" for r in range(4)), "model.safetensors"):
+        assert (tmp_path / "threads" / name).read_bytes() == (tmp_path / "processes" / name).read_bytes()
+
+
+class _Crash(RuntimeError):
+    pass
+
+
+@pytest.fixture(scope="module", params=[NOLOCO, FULL | {"overlap_steps": [2]}], ids=["whole", "streaming"])
+def uninterrupted(request: pytest.FixtureRequest, corpus: Path, tmp_path_factory: pytest.TempPathFactory):
+    out = tmp_path_factory.mktemp("noloco") / "plain"
+    train_in_threads(noloco_run(method=request.param), corpus, out)
+    return request.param, out
+
+
+@pytest.mark.parametrize("stop_at", [4, 5, 7, 9, 11])
+def test_resume_with_slow_weights_under_way(
+    stop_at: int, uninterrupted: tuple[dict, Path], corpus: Path, tmp_path: Path
+) -> None:
+    """A checkpoint after every step: between turns the next group's slow weights are on their way, or have come."""
+    method, plain = uninterrupted
+    config = noloco_run(method=method, checkpoint={"every_steps": 1})
+    held = []
+
+    def crash(trainer: Trainer, row: dict) -> None:
+        if row["step"] == stop_at:
+            held.append(any(f.peers is not None for f in trainer.engine.fragments))
+        if row["step"] == stop_at + 1:
+            raise _Crash
+
+    with pytest.raises((_Crash, RuntimeError)):
+        train_in_threads(config, corpus, tmp_path / "run", on_row=crash)
+    if stop_at >= 9 or method == NOLOCO:
+        assert all(held)
+    train_in_threads(config, corpus, tmp_path / "run")
+    for name in (*(f"metrics/rank-00{r}.jsonl" for r in range(4)), "model.safetensors"):
+        assert (tmp_path / "run" / name).read_bytes() == (plain / name).read_bytes()
+    a, b = (json.loads((folder / "summary.json").read_text()) for folder in (tmp_path / "run", plain))
+    assert a["sent_bytes"] == b["sent_bytes"]
+
+
+# Bytes, and who waits for whom
+
+
+@pytest.mark.parametrize(
+    ("replicas", "method"),
+    [
+        (4, {}),
+        (5, {}),
+        (5, {"group_size": 4}),
+        (4, {"codec": "e3m0"}),
+        (4, {"outer": "heavy_ball", "outer_pull": 0.0}),
+        (4, FULL | {"overlap_steps": [2]}),
+    ],
+)
+def test_bytes_sent_are_the_closed_form(replicas: int, method: dict, corpus: Path, tmp_path: Path) -> None:
+    train_settings = {"global_batch": replicas, "eval_sequences": 2 * replicas}
+    config = noloco_run(replicas=replicas, method=method, train=train_settings)
+
+    def work(world: World) -> tuple[dict, dict]:
+        summary = train(config, world, corpus, tmp_path)
+        return summary["sent_bytes"], summary["sent_bytes_closed_form"]
+
+    for sent, closed in run_threads(work, replicas=replicas):
+        assert {k: sent.get(k, 0) for k in closed} == closed
+        assert closed["replica/outer"] > 0
+        assert ("replica/slow weights" in closed) == (config.method.outer == "noloco")
+
+
+def test_no_collective_in_a_run(corpus: Path, tmp_path: Path) -> None:
+    """Between the first step and the last no verb names more ranks than a group, evaluations included."""
+    config = noloco_run(train={"eval_every": 3}, comm={"trace": True})
+
+    def work(world: World) -> list:
+        train(config, world, corpus, tmp_path)
+        return world.trace.spans
+
+    for spans in run_threads(work, replicas=4, comm=config.comm):
+        inside = [s for s in spans if 0 < s.step < config.train.steps]
+        assert {s.purpose for s in inside} == {"outer", "slow weights"}
+        assert {s.ranks for s in inside} == {2}
+        at_the_end = [s for s in spans if s.step == config.train.steps and s.purpose in ("outer", "slow weights")]
+        assert {s.ranks for s in at_the_end} == {2}
+
+
+def test_a_straggler_delays_its_group_only(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One replica sleeps 0.6 s in its second step: at the turn after step 4 its partner waits, the others do not."""
+    config = noloco_run()
+    clip, asleep = Trainer._clip, []
+
+    def sleepy(self: Trainer) -> torch.Tensor:
+        if self.world.step == 2 and self.world.replica == 0:
+            asleep.append(time.monotonic())
+            time.sleep(0.6)
+        return clip(self)
+
+    monkeypatch.setattr(Trainer, "_clip", sleepy)
+    times: dict[int, dict[int, float]] = {r: {} for r in range(4)}
+
+    def keep(trainer: Trainer, row: dict) -> None:
+        times[trainer.world.replica][row["step"]] = time.monotonic()
+
+    train_in_threads(config, corpus, tmp_path, on_row=keep)
+    (pair,) = [g for g in groups(config.seed, (0, 0), 4, 2) if 0 in g]
+    (partner,) = set(pair) - {0}
+    others = set(range(4)) - set(pair)
+    began = {r: times[r][3] for r in range(4)}
+    assert times[partner][4] - began[partner] > 0.4
+    for r in others:
+        assert times[r][4] - began[r] < 0.2
+        assert times[r][4] < asleep[0] + 0.5  # they are past their turn while the straggler sleeps
+
+
+def test_only_the_outer_gradient_blocks(corpus: Path, tmp_path: Path) -> None:
+    """Over a slow virtual link slow weights arrive during the inner steps: their wait is nothing beside the other."""
+    config = noloco_run(
+        replicas=2,
+        train={"steps": 16},
+        method={"sync_every_steps": 8},
+        model={"dim": 64, "ffn_dim": 256, "heads": 4},
+        comm={"trace": True, "clock": "virtual", "link_mbit_per_s": 400},
+    )
+
+    def work(world: World) -> list:
+        train(config, world, corpus, tmp_path)
+        return world.trace.spans
+
+    spans = [s for rank in run_threads(work, replicas=2, comm=config.comm) for s in rank]
+    waited = {p: sum(s.left_wait - s.entered_wait for s in spans if s.purpose == p) for p in ("outer", "slow weights")}
+    sent = {p: sum(s.nbytes for s in spans if s.purpose == p) for p in waited}
+    assert sent["slow weights"] == sent["outer"] / 2  # not before the first turn, and not after the last
+    assert waited["slow weights"] < 0.1 * waited["outer"]
+
+
+# What replaces a single model
+
+
+def test_evaluations_of_replicas_and_of_their_average(corpus: Path, tmp_path: Path) -> None:
+    config = noloco_run(train={"eval_every": 4, "evaluate_also": ["replica_average"], "record_spread": True})
+    found: dict[int, dict[str, torch.Tensor]] = {}
+
+    def keep(trainer: Trainer, row: dict) -> None:
+        found[trainer.world.replica] = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
+        windows.setdefault(0, trainer.data.validation(config.train.eval_sequences))
+        models.setdefault(0, trainer.model)
+
+    windows, models = {}, {}
+    summary = train_in_threads(config, corpus, tmp_path, on_row=keep)
+    rows = [read_metrics(tmp_path / "metrics" / f"rank-00{r}.jsonl") for r in range(4)]
+    for step in (4, 8):  # each its own, on its own windows
+        assert len({r[step - 1]["val_loss"] for r in rows}) == 4
+        assert len({r[step - 1]["weight_spread"] for r in rows}) == 1
+    assert len({r[11]["val_loss"] for r in rows}) == 1
+    flat = torch.stack([torch.cat([w.view(-1) for w in found[r].values()]) for r in range(4)]).double()
+    assert summary["weight_spread"] == pytest.approx(flat.sub(flat.mean(0)).square().mean().sqrt().item(), rel=1e-5)
+    average = load_file(tmp_path / "model.safetensors")
+    for name, value in average.items():
+        assert torch.allclose(value, sum(found[r][name] for r in range(4)) / 4, atol=1e-6)
+    model = models[0]
+    with torch.no_grad():
+        for n, p in model.named_parameters():
+            p.copy_(average[n])
+        loss = model.losses(windows[0][:, :-1], windows[0][:, 1:])[1].item()
+    assert summary["val_loss_replica_average"] == pytest.approx(loss, abs=1e-5)
+
+
+def test_weight_spread_by_hand() -> None:
+    """Weights 1, 3 and 2, 6 on two replicas: deviations 1, 1, 2, 2, so sqrt((1 + 1 + 4 + 4) / 4)."""
+    values = {0: [1.0, 2.0], 1: [3.0, 6.0]}
+    found = run_threads(lambda w: weight_spread(w, [torch.tensor(values[w.replica])]), replicas=2)
+    assert found == [pytest.approx(math.sqrt(10 / 4))] * 2
+
+
+def test_replicas_that_never_meet_are_runs_of_their_own(corpus: Path, tmp_path: Path) -> None:
+    """Without routing and exchange nothing is sent but for the summary; with random routes they come closer."""
+    base = {"replicas": 4, "stages": 2, "train": {"record_spread": True, "steps": 40}}
+    spread = {}
+    for route in ("fixed", "random_step"):
+        config = small_run("data_parallel", **base, method={"exchange": "none", "route": route})
+        summary = train_in_threads(config, corpus, tmp_path / route)
+        assert not any(key.startswith("replica/") and "analysis" not in key for key in summary["sent_bytes"])
+        spread[route] = summary["weight_spread"]
+    assert spread["random_step"] < spread["fixed"]
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ({"method": {"outer_pull": 1.5}}, r"outer_pull \(gamma\) = 1.5 must be below 1.5: .* \(alpha\) = 0.5 .* of 2 "),
+        ({"method": {"group_size": 4, "outer_pull": 3.0}}, r"outer_pull \(gamma\) = 3.0 must be below 3: "),
+        ({"method": {"group_size": 5}}, "method.group_size = 5 is more than 4 replicas"),
+        ({"method": {"outer": "heavy_ball"}}, "method.outer_pull means nothing with method.outer = heavy_ball"),
+        ({"method": {"peers": "all", "group_size": 3}}, "method.group_size means nothing with method.peers = all"),
+        ({"method": {"outer_lr": 0.0}}, "method.outer_lr must be above 0 with method.outer = noloco"),
+        ({"train": {"eval_sequences": 6}}, "train.eval_sequences = 6 must be a multiple of 4 replicas"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(override: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        noloco_run(**override)
+
+
+# Theory
+
+
+def test_bounds_by_hand() -> None:
+    """Pairs: 2 (1 - alpha^2). A group of all: 2 (1 + alpha), as of any heavy ball."""
+    assert contraction_bound(0.5, 2) == 1.5
+    assert contraction_bound(0.5, 2, 64) == 1.5
+    assert contraction_bound(0.5, 8, 8) == 3.0
+    assert contraction_bound(0.0, 4) == 2.0
+    assert contraction_bound(0.5, 4) == pytest.approx(2 * 0.75 / (1 + 0.5 * (1 - 1.5)))
+    assert paper_bounds(0.5, 2) == (0.5, 1.5)
+    assert differing(2, 2) == 1
+    assert differing(2, 4) == pytest.approx(2 / 3)
+    assert differing(2) == 0.5
+
+
+@pytest.mark.parametrize("group", [2, 3, 4, 8])
+@pytest.mark.parametrize("momentum", [0.0, 0.3, 0.5, 0.9])
+def test_the_bound_is_where_second_moments_begin_to_grow(momentum: float, group: int) -> None:
+    bound, q = contraction_bound(momentum, group), differing(group)
+    for pull, grows in ((0.999 * bound, False), (1.001 * bound, True)):
+        radius = np.abs(np.linalg.eigvals(second_moments(momentum, pull, q))).max()
+        assert (radius > 1) == grows
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.3, 0.5, 0.7])
+def test_idle_pairs_drift_apart_from_the_bound_on(momentum: float) -> None:
+    """Simulated with 512 replicas, to 2 % of 2 (1 - alpha^2)."""
+    bound = 2 * (1 - momentum**2)
+    assert idle_growth(momentum, 0.98 * bound, 2) < 1
+    assert idle_growth(momentum, 1.02 * bound, 2) > 1
+
+
+@pytest.mark.parametrize("group", [2, 4])
+def test_idle_growth_is_the_largest_eigenvalue(group: int) -> None:
+    for momentum, pull in ((0.5, 0.2), (0.5, 0.7), (0.5, 1.4), (0.3, 1.9), (0.8, 0.5)):
+        move = second_moments(momentum, pull, differing(group, 512))
+        expected = math.sqrt(np.abs(np.linalg.eigvals(move)).max())
+        assert idle_growth(momentum, pull, group) == pytest.approx(expected, rel=0.01)
+
+
+def test_there_is_no_lower_bound() -> None:
+    """Eq. 74 asks for gamma > alpha; replicas come together with a tenth of that too, only slower."""
+    assert idle_growth(0.5, 0.05, 2) < 0.995
+
+
+@pytest.mark.parametrize(("group", "replicas"), [(2, 4), (2, 16), (4, 16), (16, 16)])
+def test_variances_on_the_quadratic_are_the_closed_form(group: int, replicas: int) -> None:
+    problem = Quadratic(curvature=1.0, noise=4.0, inner_lr=0.1, inner_steps=5)
+    outer = {"momentum": 0.5, "lr": 0.7, "pull": 0.7, "group": group, "replicas": replicas}
+    of_mean, apart = problem.stationary(**outer)
+    phi = problem.simulate(**outer, turns=400, weights=400)[100:]
+    means = phi.mean(1, keepdims=True)
+    assert np.square(means).mean() == pytest.approx(of_mean, rel=0.05)
+    assert np.square(phi - means).mean() == pytest.approx(apart, rel=0.05, abs=1e-12)
+    assert (apart < 1e-12) == (group == replicas)
+
+
+def test_the_mean_goes_to_the_optimum() -> None:
+    """Theorem 1: E phi -> 0, from a start of 1."""
+    problem = Quadratic(curvature=1.0, noise=0.01, inner_lr=0.1, inner_steps=5)
+    phi = problem.simulate(momentum=0.5, lr=0.7, pull=0.7, group=2, replicas=8, turns=60, weights=200)
+    assert phi[0].mean() == 1
+    assert abs(phi[-1].mean()) < 1e-3
+
+
+def test_the_spread_goes_with_the_square_of_the_inner_learning_rate() -> None:
+    """Theorem 1 says so of the variance; so it is of the spread, where inner steps leave most of phi (small H lr).
+
+    The variance of the mean over replicas is proportional to the learning rate itself there.
+    """
+    outer = {"momentum": 0.5, "lr": 0.7, "pull": 0.7, "group": 2, "replicas": 8}
+    small, double = (Quadratic(1.0, 1.0, omega, 5).stationary(**outer) for omega in (0.0005, 0.001))
+    assert double[1] / small[1] == pytest.approx(4, rel=0.01)
+    assert double[0] / small[0] == pytest.approx(2, rel=0.01)
+
+
+def test_what_grows_without_end_has_no_variance() -> None:
+    with pytest.raises(ValueError, match="no stationary variance: second moments grow by"):
+        Quadratic(1.0, 1.0, 0.01, 5).stationary(momentum=0.5, lr=0.7, pull=1.6, group=2, replicas=512)
+    with pytest.raises(ValueError, match="inner_lr x curvature = 2 must be above 0 and at most 1"):
+        Quadratic(2.0, 1.0, 1.0, 5)

@@ -1,0 +1,287 @@
+"""The pipeline: the same model however it is cut, gradients along the route, GPipe's bubble."""
+
+from __future__ import annotations
+
+import copy
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lowcomm.comm import World
+from lowcomm.config import CommConfig, ConfigError, RunConfig
+from lowcomm.data import TokenData
+from lowcomm.metrics import read_metrics
+from lowcomm.model import Decoder, ModelConfig, stage_layers
+from lowcomm.pipeline import Pipeline, bubble
+from lowcomm.ranks import run_threads
+from lowcomm.train import train_in_threads
+from lowcomm.trainer import Trainer
+from tests.conftest import command_line, small_run
+from tests.harness import torchrun
+
+DEEP = {"layers": 4}
+
+
+def deep_run(run: str = "diloco_m2", **override: Any) -> RunConfig:
+    return small_run(run, **({"model": DEEP} | override))
+
+
+def losses_of(config: RunConfig, corpus: Path, out: Path) -> list[float]:
+    """Training losses of the first replica's last stage, and the final validation loss."""
+    summary = train_in_threads(config, corpus, out)
+    rank = (config.stages - 1) * config.replicas
+    return [r["loss"] for r in read_metrics(out / "metrics" / f"rank-{rank:03d}.jsonl")] + [summary["val_loss"]]
+
+
+@pytest.mark.parametrize("run", ["diloco_m2", "data_parallel"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_one_two_and_four_stages_give_the_same_losses(
+    run: str, accumulation: int, corpus: Path, tmp_path: Path
+) -> None:
+    """To 2e-6: the norm of the gradients, by which they are scaled, is summed stage by stage, in another order.
+
+    Each of 12 steps then rounds weights differently in their last bit (6e-8); all else is the same arithmetic.
+    """
+    train = {"accumulation": accumulation}
+    one, two, four = (
+        losses_of(deep_run(run, stages=s, train=train), corpus, tmp_path / str(s)) for s in (1, 2, 4)
+    )  # fmt: skip
+    assert two == pytest.approx(one, rel=2e-6)
+    assert four == pytest.approx(one, rel=2e-6)
+
+
+def test_without_clipping_stages_change_nothing_at_all(corpus: Path, tmp_path: Path) -> None:
+    """No norm, so no other order of summing: bit for bit."""
+    one, three = (
+        losses_of(deep_run(stages=s, train={"clip_norm": 0, "accumulation": 2}), corpus, tmp_path / str(s))
+        for s in (1, 3)
+    )
+    assert one == three
+
+
+def test_random_routing_with_one_replica_is_fixed_routing(corpus: Path, tmp_path: Path) -> None:
+    found = [
+        losses_of(
+            deep_run(replicas=1, stages=2, method={"route": route}, train={"accumulation": 2}), corpus, tmp_path / route
+        )
+        for route in ("fixed", "random_step", "random_micro_batch")
+    ]
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_recomputation_changes_nothing(stages: int, corpus: Path, tmp_path: Path) -> None:
+    kept, again = (
+        losses_of(deep_run(stages=stages, train={"recompute": r}), corpus, tmp_path / str(r)) for r in (False, True)
+    )
+    assert kept == again
+
+
+def test_recomputation_keeps_less(corpus: Path) -> None:
+    """What autograd saves of four blocks, in bytes: with recomputation the blocks' inputs alone, besides the head's."""
+    config = ModelConfig(dim=64, layers=4, heads=4, ffn_dim=256, vocab_size=64, seq_len=64)
+    tokens = torch.randint(0, 64, (4, 65))
+    saved = {}
+    for recompute in (False, True):
+        model = Decoder(config).initialise(0)
+        model.recompute = recompute
+        seen: dict[int, int] = {}
+
+        def keep(x: torch.Tensor, seen: dict[int, int] = seen) -> torch.Tensor:
+            seen[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            loss = model.losses(tokens[:, :-1], tokens[:, 1:])[0]
+        loss.backward()
+        saved[recompute] = sum(seen.values()) - sum(p.numel() * 4 for p in model.parameters())
+    assert saved[True] < 0.35 * saved[False]
+
+
+@pytest.mark.parametrize("route", ["fixed", "random_step", "random_micro_batch"])
+def test_gradients_are_those_of_the_stages_along_the_route(route: str, corpus: Path) -> None:
+    """Replicas with weights of their own: each path is a model, whose gradients autograd knows."""
+    config, count = deep_run(replicas=2, train={"accumulation": 2, "global_batch": 8}), 2
+    data = TokenData(corpus, seq_len=config.train.seq_len, global_batch=8, seed=0)
+    models = [Decoder(config.model).initialise(seed) for seed in (1, 2)]
+
+    def work(world: World) -> tuple[list, dict[str, torch.Tensor]]:
+        stage = copy.deepcopy(models[world.replica]).cut(world.stage, 2)
+        pipeline = Pipeline(
+            stage,
+            world,
+            losses=stage.losses,
+            autocast=lambda: torch.autocast("cpu", enabled=False),
+            micro_batches=count,
+            routing=route,
+            seed=5,
+        )
+        pipeline.train(3, lambda replica: data.batch(3, replica, 2))
+        return pipeline.routes(3), {n: p.grad for n, p in stage.named_parameters()}
+
+    found = run_threads(work, replicas=2, stages=2)
+    expected: list[dict[str, torch.Tensor]] = [{}, {}, {}, {}]
+    for m, way in enumerate(found[0][0]):
+        for first in (0, 1):
+            second = way.after(0, first)
+            whole = copy.deepcopy(models[first])
+            for name in ("2", "3"):
+                whole.blocks[name] = copy.deepcopy(models[second].blocks[name])
+            whole.norm, whole.head = copy.deepcopy(models[second].norm), copy.deepcopy(models[second].head)
+            part = data.batch(3, first, 2).chunk(count)[m]
+            (whole.losses(part[:, :-1], part[:, 1:])[0] / count).backward()
+            for name, p in whole.named_parameters():
+                late = name.startswith(("blocks.2", "blocks.3", "norm", "head"))
+                rank = 2 + second if late else first
+                expected[rank][name] = expected[rank].get(name, 0) + p.grad
+    for rank in range(4):
+        assert found[rank][1].keys() == expected[rank].keys()
+        for name, grad in found[rank][1].items():
+            assert torch.allclose(grad, expected[rank][name], rtol=1e-5, atol=1e-7), (rank, name)
+
+
+@pytest.mark.parametrize("routing", ["fixed", "random_micro_batch"])
+def test_threads_and_processes_give_the_same_pipeline(routing: str, corpus: Path, tmp_path: Path) -> None:
+    config = deep_run(stages=2, train={"accumulation": 2}, method={"route": routing})
+    train_in_threads(config, corpus, tmp_path / "threads")
+    done = torchrun(4, *command_line(config, corpus, tmp_path / "processes"))
+    assert done.returncode == 0, done.stderr
+    for name in (*(f"metrics/rank-00{r}.jsonl" for r in range(4)), "model.safetensors"):
+        assert (tmp_path / "threads" / name).read_bytes() == (tmp_path / "processes" / name).read_bytes()
+
+
+def test_the_saved_model_is_whole(corpus: Path, tmp_path: Path) -> None:
+    """The same weights, names and order however many stages trained them (no clipping: see above)."""
+    for stages in (1, 2):
+        train_in_threads(deep_run(stages=stages, train={"clip_norm": 0}), corpus, tmp_path / str(stages))
+    a, b = ((tmp_path / s / "model.safetensors").read_bytes() for s in ("1", "2"))
+    assert a == b
+
+
+class _Crash(RuntimeError):
+    pass
+
+
+@pytest.mark.parametrize("stop_at", [2, 5, 6])
+def test_a_pipeline_resumes_exactly(stop_at: int, corpus: Path, tmp_path: Path) -> None:
+    change = {"stages": 2, "method": {"route": "random_micro_batch"}, "train": {"accumulation": 2}}
+    train_in_threads(deep_run(**change), corpus, tmp_path / "plain")
+    config = deep_run(**change, checkpoint={"every_steps": 2})
+
+    def crash(trainer: Trainer, row: dict) -> None:
+        if row["step"] == stop_at + 1 and trainer.world.rank == 3:
+            raise _Crash
+
+    with pytest.raises((_Crash, RuntimeError)):
+        train_in_threads(config, corpus, tmp_path / "run", on_row=crash)
+    train_in_threads(config, corpus, tmp_path / "run")
+    for name in (*(f"metrics/rank-00{r}.jsonl" for r in range(4)), "model.safetensors"):
+        assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "plain" / name).read_bytes()
+
+
+def test_bytes_between_stages_are_the_closed_form(corpus: Path, tmp_path: Path) -> None:
+    config = deep_run(replicas=2, stages=3, train={"accumulation": 2}, method={"route": "random_step"})
+
+    def work(world: World) -> tuple[dict, dict]:
+        from lowcomm.train import train
+
+        summary = train(config, world, corpus, tmp_path)
+        return summary["sent_bytes"], summary["sent_bytes_closed_form"]
+
+    t = config.train
+    once = 4 * t.steps * config.local_batch * t.seq_len * config.model.dim
+    for rank, (sent, closed) in enumerate(run_threads(work, replicas=2, stages=3)):
+        assert {k: n for k, n in sent.items() if k in closed} == {k: n for k, n in closed.items() if n}
+        assert closed["route/activations"] == (0 if rank >= 4 else once)
+        assert closed["route/activation gradients"] == (0 if rank < 2 else once)
+
+
+def test_bubble_formula_by_hand() -> None:
+    """Two stages, one micro-batch: one of them always stands still. Four and four: 3 of 7 slots."""
+    assert bubble(2, 1) == 0.5
+    assert bubble(4, 4) == pytest.approx(3 / 7)
+    assert bubble(1, 8) == 0
+
+
+@pytest.mark.parametrize(("stages", "count"), [(2, 1), (2, 4), (4, 4)])
+def test_the_bubble_is_gpipes(stages: int, count: int, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the virtual clock: seconds of a step over those of the same model in one stage, which also accumulates.
+
+    A block sleeps 4 ms forward and 8 ms backward, so that ranks do not compete for cores: (M + S - 1) / (M S).
+    """
+    config = deep_run(replicas=1, train={"accumulation": count, "global_batch": 4, "clip_norm": 0})
+    data = TokenData(corpus, seq_len=config.train.seq_len, global_batch=4, seed=0)
+
+    class Paced(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            time.sleep(0.004)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            time.sleep(0.008)
+            return grad
+
+    import lowcomm.model
+
+    plain = lowcomm.model.Block.forward
+    monkeypatch.setattr(lowcomm.model.Block, "forward", lambda *a: Paced.apply(plain(*a)))
+
+    def seconds(stages: int) -> float:
+        run = deep_run(replicas=1, stages=stages, train=vars(config.train))
+
+        def work(world: World) -> float:
+            trainer = Trainer(run, world, data)
+            trainer.step(1)
+            begin = world.clock.now()
+            for step in (2, 3, 4):
+                trainer.step(step)
+            return world.clock.now() - begin
+
+        return max(run_threads(work, replicas=1, stages=stages, comm=CommConfig(clock="virtual")))
+
+    expected = (count + stages - 1) / (count * stages)
+    assert seconds(stages) / seconds(1) == pytest.approx(expected, rel=0.1)
+    assert expected == pytest.approx(1 / stages / (1 - bubble(stages, count)))
+
+
+def test_layers_of_stages() -> None:
+    assert [list(stage_layers(5, 2, s)) for s in range(2)] == [[0, 1], [2, 3, 4]]
+    with pytest.raises(ValueError, match="2 layers cannot form 3 stages"):
+        stage_layers(2, 3, 0)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ({"stages": 5}, "4 layers cannot form stages = 5"),
+        ({"stages": 2, "model": DEEP | {"tied": True}}, "model.tied must be false where stages > 1"),
+        ({"method": {"route": "random_step"}}, "method.route = random_step means nothing with one stage"),
+        (
+            {"run": "data_parallel", "method": {"exchange": "fsdp"}, "stages": 2},
+            "do not go with method.exchange = fsdp",
+        ),
+    ],
+)
+def test_pipelines_that_cannot_be_are_refused(override: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        deep_run(**override)
+
+
+def test_a_world_of_other_stages_is_refused(corpus: Path, tmp_path: Path) -> None:
+    config = deep_run(stages=2)
+    with pytest.raises(ConfigError, match="run diloco_m2 has 2 stages, the world has 1"):
+        run_threads(lambda w: Trainer(config, w, TokenData(corpus, seq_len=32, global_batch=4, seed=0)), replicas=2)
+
+
+def test_the_metrics_of_every_stage_have_what_it_knows(corpus: Path, tmp_path: Path) -> None:
+    train_in_threads(deep_run(stages=2), corpus, tmp_path)
+    rows = [json.loads((tmp_path / "metrics" / f"rank-00{r}.jsonl").read_text().splitlines()[-1]) for r in range(4)]
+    assert ["loss" in r for r in rows] == [False, False, True, True]
+    assert len({r["val_loss"] for r in rows}) == 1
+    assert rows[0]["grad_norm"] == rows[2]["grad_norm"]
