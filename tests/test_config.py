@@ -178,3 +178,12 @@ def test_params_file_keys_are_checked(tmp_path) -> None:
     path.write_text((ROOT / "params.yaml").read_text() + "\nrunz: {}\n")
     with pytest.raises(ConfigError, match="unknown key runz in params.yaml; did you mean 'runs'"):
         load_params(path)
+
+
+def test_a_size_may_change_numbers_of_methods() -> None:
+    """NoLoCo's rounds are as long as the paper's at its sizes, and shorter where runs are."""
+    assert run_config("noloco", variant="dp8_pp1", scale="paper").method.sync_every_steps == 50
+    assert run_config("noloco", variant="dp8_pp1", scale="laptop").method.sync_every_steps == 10
+    typo = _changed("scales/paper/sizes/noloco/methods", {"nolocco": {"sync_every_steps": 50}})
+    with pytest.raises(ConfigError, match="no method named 'nolocco'; did you mean 'noloco'"):
+        run_config("noloco", variant="dp8_pp1", scale="paper", params=typo)

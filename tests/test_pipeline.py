@@ -63,6 +63,17 @@ def test_without_clipping_stages_change_nothing_at_all(corpus: Path, tmp_path: P
     assert one == three
 
 
+@pytest.mark.parametrize(("replicas", "stages"), [(2, 1), (4, 1), (2, 2), (4, 4)])
+def test_data_parallel_losses_do_not_depend_on_the_grid(
+    replicas: int, stages: int, corpus: Path, tmp_path: Path
+) -> None:
+    """To 2e-6: gradients of replicas are summed in another order than those of one batch."""
+    alone = train_in_threads(deep_run("data_parallel", replicas=1), corpus, tmp_path / "alone")
+    grid = train_in_threads(deep_run("data_parallel", replicas=replicas, stages=stages), corpus, tmp_path / "grid")
+    assert grid["val_loss"] == pytest.approx(alone["val_loss"], rel=2e-6)
+    assert grid["train_loss"] == pytest.approx(alone["train_loss"], rel=2e-6)
+
+
 def test_random_routing_with_one_replica_is_fixed_routing(corpus: Path, tmp_path: Path) -> None:
     found = [
         losses_of(
