@@ -272,16 +272,24 @@ def test_a_link_changes_the_clock_and_never_a_loss(corpus: Path, tmp_path: Path)
     """
     model, short = {"dim": 128, "ffn_dim": 512}, {"steps": 8, "seq_len": 16, "global_batch": 2}
     runs = {"none": {}, "real": {"link_mbit_per_s": 80}, "virtual": {"link_mbit_per_s": 80, "clock": "virtual"}}
-    seconds = {}
-    for name, comm in runs.items():
-        config = small_run("data_parallel", model=model, train=short, comm=comm)
+    seconds: dict[str, float] = {}
 
-        def timed(trainer: Trainer, row: dict, name: str = name) -> None:
-            seconds[name] = trainer.world.clock.elapsed()
+    def run(name: str, folder: Path) -> None:
+        def timed(trainer: Trainer, row: dict) -> None:
+            if row["step"] == short["steps"] and trainer.world.rank == 0:
+                seconds[name] = min(trainer.world.clock.elapsed(), seconds.get(name, float("inf")))
 
-        train_in_threads(config, corpus, tmp_path / name, on_row=timed)
+        config = small_run("data_parallel", model=model, train=short, comm=runs[name])
+        train_in_threads(config, corpus, folder / name, on_row=timed)
+
+    for name in runs:
+        run(name, tmp_path)
     assert losses_of(tmp_path / "none") == losses_of(tmp_path / "real") == losses_of(tmp_path / "virtual")
     assert torch.equal(weights_of(tmp_path / "none"), weights_of(tmp_path / "real"))
+    for again in range(3):  # other work on the machine only adds time: of several runs the least counts
+        if seconds["virtual"] != pytest.approx(seconds["real"], rel=0.05):
+            run("real", tmp_path / str(again))
+            run("virtual", tmp_path / str(again))
     assert seconds["virtual"] == pytest.approx(seconds["real"], rel=0.05)
     assert seconds["real"] > 3 * seconds["none"]
 
