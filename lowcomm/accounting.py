@@ -149,7 +149,9 @@ class MemoryCount:
 
 
 def memory(numel: int, *, inner: str, outer_buffers: int, fetched: int | None = None) -> MemoryCount:
-    """Memory of one replica in fp32: `numel` parameters, 0, 1 or 2 outer buffers of the same size.
+    """Memory of one replica in fp32: `numel` parameters, and outer buffers of the same size.
+
+    DiLoCo has 2, the parameters last agreed and a momentum; NoLoCo 3, with the mean of its next peers' slow weights.
 
     AdamW keeps two moments a parameter, SGD none (its step counters are not counted). `fetched`: values of the largest
     fragment, where outer state is kept off the accelerator and fetched for a fragment's turn (Streaming DiLoCo,

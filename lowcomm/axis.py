@@ -69,7 +69,7 @@ def _used_here(value: Any) -> None:
 class Op:
     """One verb on its way: names, clock and bill of its messages."""
 
-    def __init__(self, axis: AxisState, lane: Lane, verb: str, purpose: str, agreed: str, ranks: int):
+    def __init__(self, axis: AxisState, lane: Lane, verb: str, purpose: str, agreed: str, ranks: tuple[int, ...]):
         self.axis, self.lane, self.verb, self.purpose = axis, lane, verb, purpose
         self.world = axis.world
         self.step = self.world.step
@@ -156,6 +156,7 @@ class Op:
             buffered=buffered,
             bare=bare,
             consume=consume,
+            direct=self.lane == "main" and axis.name == "replica" and axis.size == self.world.size == len(self.ranks),
         )
         self.world.clock.sleep_until(self.finished)
         return taken
@@ -232,11 +233,11 @@ class AxisState:
         agreed: str,
         body: Callable[[Op], Any],
         *,
-        ranks: int,
+        members: Sequence[int],
         lane: Lane = "main",
     ) -> Handle:
-        """Queue `body`; `verb`, numbered, and `agreed` are what all `ranks` that take part must say alike."""
-        op = Op(self, lane, verb, purpose, agreed, ranks)
+        """Queue `body`; `verb`, numbered, and `agreed` are what all members (indices on the axis) must say alike."""
+        op = Op(self, lane, verb, purpose, agreed, tuple(sorted(self.ranks[i] for i in members)))
         future: Future = Future()
         if lane not in self._lanes:
             self._lanes[lane] = _LaneThread(f"{self.name}-{lane}-{self.world.rank}", self.device)

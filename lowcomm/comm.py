@@ -4,7 +4,7 @@ Training code is the same on every rank and is handed a World. Ranks form a grid
 `arange(ranks).view(stages, replicas)`; a verb names an axis of it ("replica", "stage" or
 "world"), its purpose, and bills the bytes it sends. Each verb has an asynchronous form: threads of the
 axis carry it out in order (`axis`) while the caller computes. "route" is the axis of messages between any two
-ranks, over the stages' link: what a pipeline sends whose replicas change partners.
+ranks: what a pipeline sends whose replicas change partners. Each axis has a link of its own.
 
     mean, sum        every rank gets the reduction; the bytes of a ring, in rank order
     encoded_mean     the same of values in a codec's encoding
@@ -116,7 +116,9 @@ class World:
             return self.done(x)
         if state.group is not None:
             named = self._named(state, f"native {verb}")
-            return state.submit(named, purpose, _like(x), lambda op: self._native(op, x, verb), ranks=state.size)
+            return state.submit(
+                named, purpose, _like(x), lambda op: self._native(op, x, verb), members=range(state.size)
+            )
         flat = x.view(-1)
 
         def body(op: Op) -> Tensor:
@@ -127,7 +129,7 @@ class World:
             return x
 
         named = self._named(state, verb)
-        return state.submit(named, purpose, _like(x), body, ranks=state.size)
+        return state.submit(named, purpose, _like(x), body, members=range(state.size))
 
     def encoded_mean_async(
         self,
@@ -179,7 +181,7 @@ class World:
 
         lane: Lane = "ahead" if ahead else "main"
         named = self._named(state, "encoded mean", members, lane)
-        return state.submit(named, purpose, _like(x), body, ranks=len(members), lane=lane)
+        return state.submit(named, purpose, _like(x), body, members=members, lane=lane)
 
     def reduce_scatter(self, x: Tensor, *, purpose: str, axis: Axis = "replica") -> Tensor:
         """The sum over the axis of this rank's share of flat `x` (`accounting.shares`). `x` is scratch after."""
@@ -190,7 +192,7 @@ class World:
         flat = x.view(-1)
         named = self._named(state, "reduce_scatter")
         return state.submit(
-            named, purpose, _like(x), lambda op: self._reduce_share(op, flat, "sum"), ranks=state.size
+            named, purpose, _like(x), lambda op: self._reduce_share(op, flat, "sum"), members=range(state.size)
         ).wait()
 
     def _reduce_share(self, op: Op, flat: Tensor, verb: Literal["sum", "mean"]) -> Tensor:
@@ -241,7 +243,7 @@ class World:
             part_of = dict(zip(source, taken, strict=True)) | {state.index: x}
             return [part_of[i] for i in members]
 
-        return state.submit(self._named(state, "exchange", members), purpose, str(x.dtype), body, ranks=len(members))
+        return state.submit(self._named(state, "exchange", members), purpose, str(x.dtype), body, members=members)
 
     def send_async(self, x: Tensor, to: int, *, purpose: str, axis: Axis = "stage") -> Handle:
         """Send contiguous `x` to index `to`; the tensor may change as soon as `wait()` returns."""
@@ -251,7 +253,7 @@ class World:
             purpose,
             "a tensor",
             lambda op: op.swap([(to, x)], [], buffered=True) and None,
-            ranks=2,
+            members=(state.index, to),
             lane="out",
         )
 
@@ -263,7 +265,7 @@ class World:
             purpose,
             "a tensor",
             lambda op: op.swap([], [(source, like)])[0],
-            ranks=2,
+            members=(source, state.index),
             lane="in",
         )
 
@@ -318,7 +320,7 @@ class World:
             return x
 
         named = self._named(state, "broadcast")
-        return state.submit(named, purpose, f"{_like(x)} from {root}", body, ranks=state.size).wait()
+        return state.submit(named, purpose, f"{_like(x)} from {root}", body, members=range(state.size)).wait()
 
     def barrier(self, *, axis: Axis = "world") -> None:
         """Return once every rank of the axis has called it."""

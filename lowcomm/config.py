@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from lowcomm.model import ModelConfig
-from lowcomm.noloco import contraction_bound
+from lowcomm.contraction import contraction_bound
+from lowcomm.model import ModelConfig, stage_layers
 
 #: Root of the checkout: nothing relies on the working directory.
 ROOT = Path(__file__).resolve().parent.parent
@@ -231,10 +231,10 @@ class RunConfig:
                 f" outer_momentum 0 (got {m.codec}, {m.outer_lr}, {m.outer_momentum}); for differences at lr 1 use"
                 " outer = heavy_ball with outer_momentum 0"
             )
+        self._check_pipeline()
         if m.exchange == "parameters":
             self._check_overlap()
             self._check_group()
-        self._check_pipeline()
         if m.trainable == "next_fragment" and t.compile:
             raise ConfigError("train.compile must be false where trainable = next_fragment: each thaw compiles anew")
         if m.codec_keep != 1.0 and m.codec not in _SPARSE:
@@ -251,10 +251,10 @@ class RunConfig:
                 raise ConfigError(
                     f"train.{key} means nothing with method.exchange = {m.exchange}: replicas hold one model"
                 )
-        if (m.exchange == "none" or m.peers == "group") and t.eval_sequences % self.replicas:
+        if (m.exchange == "none" or m.peers == "group") and t.eval_sequences < self.replicas:
             raise ConfigError(
-                f"train.eval_sequences = {t.eval_sequences} must be a multiple of {self.replicas} replicas: each"
-                " evaluates a model of its own on as many"
+                f"train.eval_sequences = {t.eval_sequences} must be at least {self.replicas}: each of as many replicas"
+                " evaluates a model of its own"
             )
         if t.seq_len > self.model.seq_len:
             raise ConfigError(f"train.seq_len = {t.seq_len} is longer than model.seq_len = {self.model.seq_len}")
@@ -286,14 +286,24 @@ class RunConfig:
             if m.outer_pull:
                 raise ConfigError(f"method.outer_pull means nothing with method.outer = {m.outer}")
             return
+        if m.peers == "all":
+            raise ConfigError(
+                "method.outer = noloco needs method.peers = group: replicas that all agree have equal slow weights, and"
+                " its momentum is heavy_ball's"
+            )
         if m.outer_lr == 0:
             raise ConfigError("method.outer_lr must be above 0 with method.outer = noloco")
-        n = m.group_size if m.peers == "group" else self.replicas
+        if len(set(m.overlap_steps)) > 1:
+            raise ConfigError(
+                f"method.overlap_steps = {list(m.overlap_steps)} must be one value with method.outer = noloco: slow"
+                " weights are sent when a fragment is applied, which partners must do at the same step"
+            )
+        n = m.group_size
         bound = contraction_bound(m.outer_momentum, n, self.replicas)
         if m.outer_pull >= bound:
             raise ConfigError(
                 f"method.outer_pull (gamma) = {m.outer_pull} must be below {bound:.4g}: with outer_momentum (alpha) ="
-                f" {m.outer_momentum} and groups of {n} the replicas drift apart (noloco.contraction_bound)"
+                f" {m.outer_momentum} and groups of {n} the replicas drift apart (contraction.contraction_bound)"
             )
 
     def _check_overlap(self) -> None:
@@ -309,26 +319,31 @@ class RunConfig:
                     f"method.overlap_steps = {tau} must be at least 0 and below sync_every_steps ="
                     f" {m.sync_every_steps}: a fragment is back before it is sent again"
                 )
-        count = 1
+        counts = [1]
         if m.fragments == "whole":
             if m.layers_per_fragment != MethodConfig.layers_per_fragment:
                 raise ConfigError("method.layers_per_fragment means nothing with method.fragments = whole")
             if m.trainable == "next_fragment":
                 raise ConfigError("method.trainable = next_fragment means nothing with method.fragments = whole")
         else:
-            most = -(-self.model.layers // self.stages)  # layers of a stage
-            count = -(-most // m.layers_per_fragment) + 1
-            if count > m.sync_every_steps:
-                raise ConfigError(
-                    f"method.sync_every_steps = {m.sync_every_steps} is too short for {count} fragments (one is the"
-                    f" embedding's) of {m.layers_per_fragment} layers to take turns"
-                )
-        first = m.sync_every_steps + (count - 1) * (m.sync_every_steps // count)
+            counts = [self._fragments(stage) for stage in range(self.stages)]
+        h, count = m.sync_every_steps, max(counts)
+        if count > h:
+            raise ConfigError(
+                f"method.sync_every_steps = {h} is too short for {count} fragments (one is the embedding's) of"
+                f" {m.layers_per_fragment} layers to take turns"
+            )
+        first, count = max((h + (p - 1) * (h // p), p) for p in counts)
         if not m.close_last_round and first > self.train.steps:
             raise ConfigError(
                 f"train.steps = {self.train.steps} end before the last of {count} fragments has its first turn, at step"
                 f" {first}: it would be evaluated as it was initialised"
             )
+
+    def _fragments(self, stage: int) -> int:
+        """Fragments of a stage; one is the embedding's, or the norm's and the head's."""
+        layers = len(stage_layers(self.model.layers, self.stages, stage))
+        return -(-layers // self.method.layers_per_fragment) + (stage in (0, self.stages - 1))
 
     @property
     def ranks(self) -> int:

@@ -2,6 +2,7 @@
 
 Outer state is flat fp32: the parameters last agreed and the optimizer's buffers. It may live off the accelerator
 (Streaming DiLoCo, section 2.5): only what a turn needs is on the device, from shortly before the turn until it is over.
+NoLoCo's mean of the next peers' slow weights is received on the device and stays there until its turn.
 
 To add an outer optimizer, write a class with `buffers` and `step` here, enter it in `OUTER`, and list its name in
 `config.MethodConfig.outer`.

@@ -51,6 +51,8 @@ class _ReduceScatter(_Allocate):
 class FullySharded:
     """The engine of `exchange = fsdp`: everything happens inside the model's hooks."""
 
+    one_model = True
+
     def __init__(self, model: Decoder, world: World, method: MethodConfig, train: TrainConfig):
         if not isinstance(world.transport, ProcessTransport):
             raise ConfigError("method.exchange = fsdp needs processes (torchrun); threads share one set of hooks")

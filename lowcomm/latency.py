@@ -77,7 +77,7 @@ def tree_mean(workers: int, sigma: float, *, cells: int = 1 << 17) -> float:
 def tree_over_pairs(workers: int, std_over_mean: float) -> float:
     """Expected time of the tree over that of averaging in pairs (Figure 5A): log2(workers) where messages are equal."""
     sigma = sigma_of(std_over_mean)
-    return tree_mean(workers, sigma) / (pair_seconds(-(sigma**2) / 2, sigma))
+    return tree_mean(workers, sigma) / pair_seconds(-(sigma**2) / 2, sigma)
 
 
 def blocking(
@@ -95,6 +95,8 @@ def blocking(
     An inner step takes a log-normal time; after each outer step a worker waits for its group, drawn anew each time, or
     for everybody (None). Messages take no time.
     """
+    if min(inner_steps) < 1:
+        raise ValueError(f"inner_steps must be at least 1, got {min(inner_steps)}")
     rng, timeline = np.random.default_rng(seed), Timeline()
     longest = max(inner_steps)
     at = np.array(inner_steps) - 1

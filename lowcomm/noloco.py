@@ -8,10 +8,10 @@ A replica has slow weights phi_i; after an outer step (`fragment.PulledMomentum`
 Groups are drawn anew each time. In the subspace of what replicas differ by, taking the group's mean is a random
 projection P, and 1 - P another, Q; with R replicas in groups of n
 
-    E[Q] = q 1,   q = (n - 1) R / (n (R - 1))                  (n - 1) / n for many replicas, 1 for a group of all
+    E[Q] = q 1,   q = (R - groups) / (R - 1)          `contraction.differing`
 
-so second moments follow a linear map of three numbers, which is exact for any R. The paper neglects correlations to
-get its Eq. 74; this does not.
+so second moments follow a linear map of three numbers, exactly, for any R. The paper neglects correlations to get its
+Eq. 74; this does not.
 
     symbol  name here         symbol  name here
     alpha   `momentum`        n       `group`
@@ -27,33 +27,28 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-
-def differing(group: int, replicas: float = math.inf) -> float:
-    """q: the share of what replicas differ by that stays inside random groups of n (what Q keeps)."""
-    if not 1 <= group <= replicas:
-        raise ValueError(f"groups of {group} among {replicas} replicas: the size must be between 1 and the replicas")
-    if group == replicas:
-        return 1.0 if group > 1 else 0.0
-    finite = 1.0 if math.isinf(replicas) else replicas / (replicas - 1)
-    return (group - 1) / group * finite
-
-
-def contraction_bound(momentum: float, group: int, replicas: float = math.inf) -> float:
-    """The pull (gamma) from which on replicas that compute nothing no longer come together.
-
-    gamma* = 2 (1 - alpha^2) / (1 + alpha (1 - 2 q)), where the largest eigenvalue of `second_moments` reaches 1:
-    2 (1 - alpha^2) for pairs among many. A group of all: 2 (1 + alpha), as of any heavy ball. For groups of a part of
-    the replicas this takes q at its least, that of many replicas, so that the bound holds however many there are and
-    where some groups are larger.
-    """
-    q = 1.0 if group == replicas else differing(group)
-    return 2 * (1 - momentum**2) / (1 + momentum * (1 - 2 * q))
+from lowcomm.contraction import differing
 
 
 def paper_bounds(momentum: float, group: int) -> tuple[float, float]:
-    """Eq. 74: sqrt(n / (2 (n - 1))) alpha < gamma < sqrt(n / (2 (n - 1)) (2 + alpha^2))."""
+    """Eq. 74: sqrt(n / (2 (n - 1))) alpha < gamma < sqrt(n / (2 (n - 1)) (2 + alpha^2)), n at least 2."""
+    if group < 2:
+        raise ValueError(f"Eq. 74 is for groups of 2 and more, got {group}")
     ratio = group / (2 * (group - 1))
     return math.sqrt(ratio) * momentum, math.sqrt(ratio * (2 + momentum**2))
+
+
+def driven_bounds(momentum: float, lr: float, group: int) -> tuple[float, float]:
+    """The same as Eq. 74, exactly: between which pulls replicas stay together on a quadratic whose optimum they reach.
+
+    The paper's case, inner steps that forget where they began (drive = lr), for many replicas; (nan, nan) where no
+    pull will do. By scanning pulls up to 4, to 1e-3.
+    """
+    pulls = np.arange(0.001, 4, 0.001)
+    q = differing(group)
+    stable = [np.abs(np.linalg.eigvals(second_moments(momentum, g, q, drive=lr))).max() < 1 for g in pulls]
+    inside = pulls[stable]
+    return (float(inside[0]), float(inside[-1])) if len(inside) else (math.nan, math.nan)
 
 
 def second_moments(momentum: float, pull: float, q: float, *, drive: float = 0.0) -> NDArray[np.float64]:
@@ -142,11 +137,18 @@ class Quadratic:
             for _ in range(self.inner_steps):
                 c = rng.normal(0.0, math.sqrt(self.noise), phi.shape)
                 theta = theta - self.inner_lr * self.curvature * (theta - c)
-            met = rng.permutation(replicas).reshape(-1, group)
+            met = _draw(rng, replicas, group)
             m = momentum * m + lr * _mean(theta - phi, met) + pull * (_mean(phi, met) - phi)
             phi = phi + m
             seen.append(phi)
         return np.stack(seen)
+
+
+def _draw(rng: np.random.Generator, replicas: int, group: int) -> NDArray[np.int64]:
+    """Random groups [R / n, n]."""
+    if replicas % group:
+        raise ValueError(f"groups of {group} must divide {replicas} replicas here")
+    return rng.permutation(replicas).reshape(-1, group)
 
 
 def _mean(x: NDArray[np.float64], met: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -169,7 +171,7 @@ def idle_growth(
     phi -= phi.mean(0)
     m, logs = np.zeros_like(phi), []
     for _ in range(turns):
-        met = rng.permutation(replicas).reshape(-1, group)
+        met = _draw(rng, replicas, group)
         m = momentum * m + pull * (_mean(phi, met) - phi)
         phi = phi + m
         phi, m = phi - phi.mean(0), m - m.mean(0)  # zero but for rounding, which would outlast all the rest

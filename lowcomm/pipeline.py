@@ -41,6 +41,7 @@ class Pipeline:
 
     Args:
         model: the stage, `Decoder.cut` from the whole.
+        forward: input -> activations of any other stage: the model itself, or compiled.
         losses: (input, targets) -> (training loss, cross-entropy) of the last stage.
         autocast: the context of forward passes.
         micro_batches: M; a replica's batch splits into them.
@@ -53,13 +54,15 @@ class Pipeline:
         model: Decoder,
         world: World,
         *,
+        forward: Callable[[Tensor], Tensor],
         losses: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
         autocast: Callable[[], contextlib.AbstractContextManager],
         micro_batches: int,
         routing: Routing,
         seed: int,
     ):
-        self.model, self.world, self.losses, self.autocast = model, world, losses, autocast
+        self.width, self.world = model.config.dim, world
+        self.forward, self.losses, self.autocast = forward, losses, autocast
         self.micro_batches, self.routing, self.seed = micro_batches, routing, seed
         self.first, self.last = world.stage == 0, world.stage == world.stages - 1
 
@@ -72,28 +75,25 @@ class Pipeline:
             return [random_route(self.seed, step, 0, stages, replicas)] * self.micro_batches
         return [random_route(self.seed, step, m, stages, replicas) for m in range(self.micro_batches)]
 
-    def _rank(self, stage: int, replica: int) -> int:
-        return stage * self.world.replicas + replica
+    def _before(self, route: Route) -> int:
+        """The rank of the stage before on a route."""
+        replicas, stage = self.world.replicas, self.world.stage
+        return (stage - 1) * replicas + route.before(stage, self.world.replica)
 
-    def _from_before(self, route: Route, like: Tensor, purpose: str) -> Handle:
-        at = self._rank(self.world.stage - 1, route.before(self.world.stage, self.world.replica))
-        return self.world.recv_async(at, purpose=purpose, axis="route", like=like)
+    def _after(self, route: Route) -> int:
+        """The rank of the next stage on a route."""
+        replicas, stage = self.world.replicas, self.world.stage
+        return (stage + 1) * replicas + route.after(stage, self.world.replica)
 
-    def _to_before(self, route: Route, x: Tensor, purpose: str) -> Handle:
-        at = self._rank(self.world.stage - 1, route.before(self.world.stage, self.world.replica))
-        return self.world.send_async(x, at, purpose=purpose, axis="route")
+    def _send(self, rank: int, x: Tensor, purpose: str) -> Handle:
+        return self.world.send_async(x, rank, purpose=purpose, axis="route")
 
-    def _from_after(self, route: Route, like: Tensor, purpose: str) -> Handle:
-        at = self._rank(self.world.stage + 1, route.after(self.world.stage, self.world.replica))
-        return self.world.recv_async(at, purpose=purpose, axis="route", like=like)
-
-    def _to_after(self, route: Route, x: Tensor, purpose: str) -> Handle:
-        at = self._rank(self.world.stage + 1, route.after(self.world.stage, self.world.replica))
-        return self.world.send_async(x, at, purpose=purpose, axis="route")
+    def _expect(self, rank: int, like: Tensor, purpose: str) -> Handle:
+        return self.world.recv_async(rank, purpose=purpose, axis="route", like=like)
 
     def _room(self, tokens: Tensor) -> Tensor:
         """Where the activations of tokens [B, T + 1] arrive: [B, T, D]."""
-        return torch.empty(len(tokens), tokens.shape[1] - 1, self.model.config.dim, device=self.world.device)
+        return torch.empty(len(tokens), tokens.shape[1] - 1, self.width, device=self.world.device)
 
     def train(self, step: int, batch: Callable[[int], Tensor]) -> list[Tensor]:
         """Forward and backward of one step; gradients of the mean loss of the micro-batches are added to `.grad`.
@@ -105,7 +105,7 @@ class Pipeline:
         routes = self.routes(step)
         here = batch(me).chunk(count)
         arriving = [] if self.first else [
-            self._from_before(route, self._room(x), ACTIVATIONS) for route, x in zip(routes, here, strict=True)
+            self._expect(self._before(route), self._room(x), ACTIVATIONS) for route, x in zip(routes, here, strict=True)
         ]  # fmt: skip
         passed, sent, entropies = [], [], []
         for m, route in enumerate(routes):
@@ -117,19 +117,21 @@ class Pipeline:
                     y = loss / count
                     entropies.append(entropy.detach())
                 else:
-                    y = self.model(x)
-                    sent.append(self._to_after(route, y.detach(), ACTIVATIONS))
+                    y = self.forward(x)
+                    sent.append(self._send(self._after(route), y.detach(), ACTIVATIONS))
             passed.append((x, y))
         returning = [] if self.last else [
-            self._from_after(route, torch.empty_like(y), GRADIENTS)
+            self._expect(self._after(route), torch.empty_like(y), GRADIENTS)
             for route, (_, y) in zip(routes, passed, strict=True)
         ]  # fmt: skip
         for m, route in enumerate(routes):
             x, y = passed[m]
-            passed[m] = None
+            passed[m] = None  # and with it what autograd keeps
+            if not self.first:
+                arriving[m] = None
             torch.autograd.backward(y, None if self.last else returning[m].wait())
             if not self.first:
-                sent.append(self._to_before(route, x.grad, GRADIENTS))
+                sent.append(self._send(self._before(route), x.grad, GRADIENTS))
         for handle in sent:
             handle.wait()
         return entropies
@@ -138,14 +140,14 @@ class Pipeline:
     def evaluate(self, tokens: Tensor) -> Tensor | None:
         """The cross-entropy of tokens [B, T + 1] along the fixed route, at the last stage."""
         route = fixed_route(self.world.stages, self.world.replicas)
-        x = tokens[:, :-1] if self.first else self._from_before(route, self._room(tokens), "evaluation").wait()
+        x = tokens[:, :-1] if self.first else self._expect(self._before(route), self._room(tokens), "evaluation").wait()
         with self.autocast():
             if self.last:
                 return self.losses(x, tokens[:, 1:])[1]
-            self._to_after(route, self.model(x), "evaluation").wait()
+            self._send(self._after(route), self.forward(x), "evaluation").wait()
         return None
 
     def sent_bytes(self, steps: int, sequences: int, tokens: int) -> dict[str, int]:
         """Closed form of this rank's bytes in a run of `steps` with `sequences` of `tokens` a step, by purpose."""
-        once = 4 * steps * sequences * tokens * self.model.config.dim
+        once = 4 * steps * sequences * tokens * self.width
         return {ACTIVATIONS: 0 if self.last else once, GRADIENTS: 0 if self.first else once}

@@ -18,6 +18,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -42,7 +43,16 @@ def read_traces(times: Path) -> list[list[Span]]:
     paths = sorted(times.glob("trace-*.jsonl"))
     if not paths:
         raise ValueError(f"no trace in {times}: train with comm.trace = true")
-    return [[Span(**json.loads(line)) for line in path.read_text().splitlines()] for path in paths]
+    return [[_span(json.loads(line)) for line in path.read_text().splitlines()] for path in paths]
+
+
+def _span(row: dict[str, Any]) -> Span:
+    return Span(**row | {"ranks": tuple(row["ranks"])})
+
+
+def _key(span: Span) -> tuple[str, str, tuple[int, ...]]:
+    """What all who take part in a verb call it, and nobody else."""
+    return span.axis, span.verb, span.ranks
 
 
 def recorded(traces: Sequence[Sequence[Span]]) -> Replay:
@@ -91,10 +101,10 @@ def replay(
     slow = [1.0] * len(traces) if slowdown is None else list(slowdown)
     if len(slow) != len(traces):
         raise ValueError(f"{len(slow)} slowdowns for {len(traces)} ranks")
-    members: dict[tuple[str, str], dict[int, Span]] = {}
+    members: dict[tuple, dict[int, Span]] = {}
     for rank, trace in enumerate(traces):
         for s in trace:
-            if rank in (known := members.setdefault((s.axis, s.verb), {})):
+            if rank in (known := members.setdefault(_key(s), {})):
                 raise ValueError(
                     f"rank {rank} has more than one {s.verb!r} on axis {s.axis}: these are traces of several runs"
                 )
@@ -104,15 +114,15 @@ def replay(
     timeline = Timeline()
     now: list[Seconds] = [np.zeros_like(rate) for _ in traces]
     waited: list[Seconds] = [np.zeros_like(rate) for _ in traces]
-    submitted: dict[tuple[str, str], dict[int, Seconds]] = {key: {} for key in members}
-    finished: dict[tuple[str, str, int], Seconds] = {}
+    submitted: dict[tuple, dict[int, Seconds]] = {key: {} for key in members}
+    finished: dict[tuple, Seconds] = {}
     at = [0] * len(traces)
     while any(at[r] < len(programs[r]) for r in range(len(traces))):
         moved = False
         for rank, program in enumerate(programs):
             while at[rank] < len(program):
                 seconds, what, span = program[at[rank]]
-                key = span.axis, span.verb
+                key = _key(span)
                 if what == "wait" and (*key, rank) not in finished:
                     break
                 now[rank] = now[rank] + seconds * slow[rank]

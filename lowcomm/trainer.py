@@ -86,6 +86,7 @@ class Trainer:
             self.pipeline = Pipeline(
                 self.model,
                 world,
+                forward=torch.compile(self.model) if config.train.compile else self.model,
                 losses=self.losses,
                 autocast=self._autocast,
                 micro_batches=config.train.accumulation,
@@ -156,11 +157,15 @@ class Trainer:
         """
         world, rows = self.world, self.config.local_batch // self.config.train.accumulation
         windows = self.data.validation(self.config.train.eval_sequences)
+        if not self.engine.one_model:  # then replicas have as many each
+            if len(windows) < world.replicas:
+                raise ConfigError(f"{len(windows)} validation windows are too few for {world.replicas} replicas")
+            windows = windows[: len(windows) // world.replicas * world.replicas]
         total = torch.zeros(2, dtype=torch.float64)
         with self.engine.evaluated(which), self._autocast():
-            for begin in range(0, len(windows), rows * world.replicas):
-                part = windows[begin + world.replica * rows :][:rows]
-                mine = len(part) if begin + world.replica * rows < len(windows) else 0
+            for begin in range(0, -(-len(windows) // world.replicas), rows):
+                part = windows[world.replica :: world.replicas][begin : begin + rows]
+                mine = len(part)
                 # A rank without windows runs one for nothing: sharded models need all ranks in each forward.
                 part = (part if mine else windows[:1]).to(world.device)
                 if self.pipeline is None:

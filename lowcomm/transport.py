@@ -78,11 +78,14 @@ class Transport(Protocol):
         buffered: bool = False,
         bare: bool = False,
         consume: Consume | None = None,
+        direct: bool = False,
     ) -> None:
         """Post `out`, fill `into`.
 
         Buffered: return before the receivers took `out`. Bare (all ranks or none): payloads of known shape,
         without headers.
+        Direct (all ranks or none): every rank takes part, and no other swap is under way that is direct too, so that a
+        backend that carries out all in one order may take GPU tensors as they are.
         Consume (all ranks or none): payloads, all of one size, are handed over piece by piece and not kept;
         the buffers of `into` only say their shape.
         """
@@ -142,6 +145,7 @@ class ThreadTransport:
         buffered: bool = False,
         bare: bool = False,
         consume: Consume | None = None,
+        direct: bool = False,
     ) -> None:
         taken = []
         for dst, header, payload in out:
@@ -197,7 +201,8 @@ def _tag(channel: int, payload: Tensor) -> int:
 class ProcessTransport:
     """Ranks as processes under torchrun: gloo on the CPU, NCCL between GPUs.
 
-    With gloo a tensor on a GPU is staged through the CPU, so several ranks may share one GPU.
+    With gloo a tensor on a GPU is staged through the CPU, so several ranks may share one GPU. So are messages and what
+    groups do, with NCCL too: it carries out what a rank asks of it in one order, and theirs differs from rank to rank.
     """
 
     def __init__(self, backend: str, timeout_s: float):
@@ -256,12 +261,14 @@ class ProcessTransport:
         buffered: bool = False,
         bare: bool = False,
         consume: Consume | None = None,
+        direct: bool = False,
     ) -> None:
+        nccl = self.uses_nccl and direct
         on_gpu = any(x.is_cuda for x in [*(x for _, _, x in out), *(x for _, x, _ in into if x is not None)])
         in_pieces = consume is not None and not on_gpu
 
         def expect(src: int, buffer: Tensor) -> tuple[dist.Work, Tensor] | None:
-            if in_pieces or not buffer.numel() or (self.uses_nccl and buffer.is_cuda):
+            if in_pieces or not buffer.numel() or (nccl and buffer.is_cuda):
                 return None
             wire = torch.empty_like(buffer, device="cpu") if buffer.is_cuda else buffer
             return self._expect(src, _bytes_of(wire), _tag(channel, buffer)), wire
@@ -277,7 +284,7 @@ class ProcessTransport:
             if not bare:
                 packed = header.pack()
                 sends.append((self._post(dst, packed, channel), packed, dst))
-            if payload.numel() and not (self.uses_nccl and payload.is_cuda):
+            if payload.numel() and not (nccl and payload.is_cuda):
                 wire = _bytes_of(payload.cpu() if payload.is_cuda else payload.clone() if buffered else payload)
                 for piece in wire.split(PIECE_BYTES) if in_pieces else [wire]:
                     sends.append((self._post(dst, piece, _tag(channel, payload)), piece, dst))
@@ -297,7 +304,7 @@ class ProcessTransport:
                 self._wait(work, f"waiting for rank {src}")
                 if wire is not buffer:
                     buffer.copy_(wire)
-        if self.uses_nccl:
+        if nccl:
             self._swap_on_gpus([(d, x) for d, _, x in out], [(src, x) for src, x, _ in arriving])
         if consume and on_gpu:
             consume(0, arriving[0][1].numel(), [x for _, x, _ in arriving])

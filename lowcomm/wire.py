@@ -130,7 +130,7 @@ class Span:
     verb: str
     purpose: str
     step: int
-    ranks: int  # that take part
+    ranks: tuple[int, ...]  # that take part
     nbytes: int
     phases: int  # swaps of messages, one after the other
     submitted: float  # handed to the wire

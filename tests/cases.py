@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from lowcomm.codecs import make_codec
 from lowcomm.comm import World
 from lowcomm.transport import PIECE_BYTES, PIECES_AHEAD
 
@@ -43,6 +44,24 @@ def verbs(world: World, folder: Path) -> dict[str, Any]:
     world.barrier()
     out["ledger"] = world.ledger.by_purpose()
     return out
+
+
+def groups(world: World, folder: Path) -> dict[str, Any]:
+    """Means over a group of three of five in shares, and over pairs of them ahead of time, in another order."""
+    mine = [0, 2, 4] if world.replica % 2 == 0 else [1, 3]
+    codec = make_codec("int8")
+    early = [
+        world.encoded_mean_async(
+            _random(world, 700, seed=s), make_codec("fp32"), purpose="early", group=mine, ahead=True
+        )
+        for s in (3, 4)
+    ]
+    now = world.encoded_mean_async(_random(world, 3000, seed=1), codec, purpose="group", group=mine).wait()
+    return {
+        "now": now.tolist(),
+        "early": [h.wait().tolist() for h in reversed(early)],
+        "ledger": world.ledger.by_purpose(),
+    }
 
 
 def large(world: World, folder: Path) -> str:

@@ -18,6 +18,10 @@ from lowcomm.config import ROOT, CommConfig
 from lowcomm.ranks import run_threads, world_from_torchrun
 
 
+class Crash(RuntimeError):
+    """What tests raise in the midst of a run, to resume it."""
+
+
 def as_threads(case: str, replicas: int, folder: Path, *, stages: int = 1, **comm: Any) -> list[Any]:
     """Results of a case in rank order, each having been through JSON."""
     from tests import cases

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowcomm.accounting import mean_bytes, ring_seconds, shares
+from lowcomm.accounting import encoded_mean_bytes, mean_bytes, ring_seconds, shares
+from lowcomm.codecs import make_codec
 from lowcomm.comm import World
 from lowcomm.config import ROOT, CommConfig, ConfigError
 from lowcomm.ranks import run_threads
@@ -249,3 +250,65 @@ def test_only_transport_talks_to_torch_distributed() -> None:
                 assert line.strip().startswith(allowed.get(path.name, "never")), f"{path.name}: {line}"
     fsdp = (ROOT / "lowcomm" / "fsdp.py").read_text()
     assert not re.search(r"all_reduce|all_gather_into|isend|irecv|dist\.", fsdp)
+
+
+def test_means_over_groups_on_both_transports(tmp_path: Path) -> None:
+    """Three of five replicas and the other two: the mean of each, the bytes of each, and nothing from anybody else."""
+    threads, processes = as_threads("groups", 5, tmp_path), as_processes("groups", 5, tmp_path)
+    assert threads == processes
+    codec = make_codec("int8")
+    for members in ([0, 2, 4], [1, 3]):
+        values = [torch.randn(3000, generator=torch.Generator().manual_seed(1000 + r)) for r in members]
+        mean = sum(codec.decode(codec.encode(v), 3000) for v in values) / len(members)
+        for index, r in enumerate(members):
+            assert torch.allclose(torch.tensor(threads[r]["now"]), mean, atol=1e-6)
+            for got, seed in zip(threads[r]["early"], (4, 3), strict=True):
+                early = [torch.randn(700, generator=torch.Generator().manual_seed(1000 * seed + m)) for m in members]
+                assert torch.allclose(torch.tensor(got), sum(early) / len(members), atol=1e-6)
+            sent = threads[r]["ledger"]
+            assert sent["replica/group"] == encoded_mean_bytes(3000, codec, len(members), index)
+            assert sent["replica/early"] == 2 * encoded_mean_bytes(700, make_codec("fp32"), len(members), index)
+
+
+def test_what_is_ahead_holds_up_nothing() -> None:
+    """A partner that comes late to what is not needed yet does not delay what is."""
+
+    def work(world: World) -> float:
+        if world.replica == 0:
+            early = world.encoded_mean_async(
+                torch.ones(10), make_codec("fp32"), purpose="early", group=[0, 1], ahead=True
+            )
+        begin = time.monotonic()
+        world.encoded_mean_async(torch.ones(10), make_codec("fp32"), purpose="now", group=[0, 1]).wait()
+        took = time.monotonic() - begin
+        if world.replica == 1:
+            time.sleep(0.3)
+            early = world.encoded_mean_async(
+                torch.ones(10), make_codec("fp32"), purpose="early", group=[0, 1], ahead=True
+            )
+        early.wait()
+        return took
+
+    assert max(run_threads(work, replicas=2)) < 0.2
+
+
+def test_partners_that_are_out_of_step_find_out() -> None:
+    def work(world: World) -> None:
+        for k in range(2 - world.replica):
+            world.encoded_mean_async(torch.ones(10 + k), make_codec("fp32"), purpose="ahead", group=[0, 1], ahead=True)
+        world.encoded_mean_async(torch.ones(11), make_codec("fp32"), purpose="last", group=[0, 1], ahead=True).wait()
+
+    with pytest.raises(CommError, match=r"is in encoded mean ahead #1 of float32\[11\]"):
+        run_threads(work, replicas=2)
+
+
+@pytest.mark.parametrize("group", [[0, 0], [1], [0, 7]])
+def test_groups_that_cannot_be_are_refused(group: list[int]) -> None:
+    def work(world: World) -> None:
+        if world.replica == 0:
+            world.exchange(torch.ones(1), purpose="x", group=group)
+
+    with pytest.raises(
+        ValueError, match="must name each member once, hold this rank's index 0 and be of axis 'replica'"
+    ):
+        run_threads(work, replicas=2)

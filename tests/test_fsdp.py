@@ -16,7 +16,7 @@ from tests.conftest import command_line, small_run
 from tests.harness import torchrun
 
 #: Plain SGD without clipping: elementwise, so that equal gradients give equal weights.
-SGD = {"optimizer": "sgd", "lr": 0.1, "clip_norm": 0.0}
+SGD = {"optimizer": "sgd", "lr": 0.1, "clip_norm": 0.0, "eval_every": 5}
 
 
 def _fsdp(out: Path, corpus: Path, **train) -> Path:

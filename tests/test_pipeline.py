@@ -21,7 +21,7 @@ from lowcomm.ranks import run_threads
 from lowcomm.train import train_in_threads
 from lowcomm.trainer import Trainer
 from tests.conftest import command_line, small_run
-from tests.harness import torchrun
+from tests.harness import Crash, torchrun
 
 DEEP = {"layers": 4}
 
@@ -125,6 +125,7 @@ def test_gradients_are_those_of_the_stages_along_the_route(route: str, corpus: P
         pipeline = Pipeline(
             stage,
             world,
+            forward=stage,
             losses=stage.losses,
             autocast=lambda: torch.autocast("cpu", enabled=False),
             micro_batches=count,
@@ -173,10 +174,6 @@ def test_the_saved_model_is_whole(corpus: Path, tmp_path: Path) -> None:
     assert a == b
 
 
-class _Crash(RuntimeError):
-    pass
-
-
 @pytest.mark.parametrize("stop_at", [2, 5, 6])
 def test_a_pipeline_resumes_exactly(stop_at: int, corpus: Path, tmp_path: Path) -> None:
     change = {"stages": 2, "method": {"route": "random_micro_batch"}, "train": {"accumulation": 2}}
@@ -185,9 +182,9 @@ def test_a_pipeline_resumes_exactly(stop_at: int, corpus: Path, tmp_path: Path) 
 
     def crash(trainer: Trainer, row: dict) -> None:
         if row["step"] == stop_at + 1 and trainer.world.rank == 3:
-            raise _Crash
+            raise Crash
 
-    with pytest.raises((_Crash, RuntimeError)):
+    with pytest.raises((Crash, RuntimeError)):
         train_in_threads(config, corpus, tmp_path / "run", on_row=crash)
     train_in_threads(config, corpus, tmp_path / "run")
     for name in (*(f"metrics/rank-00{r}.jsonl" for r in range(4)), "model.safetensors"):

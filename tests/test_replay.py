@@ -21,7 +21,7 @@ from tests.conftest import small_run
 
 def _span(rank: int, number: int, submitted: float, finished: float, entered: float, **other: Any) -> Span:
     left = max(entered, finished)
-    known = {"axis": "replica", "ranks": 2, "verb": f"mean #{number}", "nbytes": 125_000_000, "phases": 2}
+    known = {"axis": "replica", "ranks": (0, 1), "verb": f"mean #{number}", "nbytes": 125_000_000, "phases": 2}
     return Span(
         rank=rank, purpose="outer", step=0, submitted=submitted, finished=finished, entered_wait=entered,
         left_wait=left, **known | other

@@ -22,7 +22,7 @@ from lowcomm.train import train, train_in_threads
 from lowcomm.trainer import Trainer
 from lowcomm.transport import CommError
 from tests.conftest import command_line, small_run
-from tests.harness import torchrun
+from tests.harness import Crash, torchrun
 
 
 @pytest.mark.parametrize("pattern", ["sequential", "strided"])
@@ -229,10 +229,10 @@ def test_resume_with_frozen_fragments(corpus: Path, tmp_path: Path) -> None:
 
     def crash(trainer: Trainer, row: dict) -> None:
         if row["step"] == 8:
-            raise _Crash
+            raise Crash
 
     train_in_threads(config, corpus, tmp_path / "plain")
-    with pytest.raises((_Crash, RuntimeError)):
+    with pytest.raises((Crash, RuntimeError)):
         train_in_threads(config, corpus, tmp_path / "run", on_row=crash)
     assert (tmp_path / "run" / "checkpoints" / "step-00000007").exists()
     seen = []
@@ -270,10 +270,6 @@ def test_what_else_may_be_evaluated(corpus: Path, tmp_path: Path) -> None:
     assert len({round(summary[k], 6) for k in summary if k.startswith("val_loss")}) == 3
 
 
-class _Crash(RuntimeError):
-    pass
-
-
 @pytest.fixture(scope="module", params=[[2], [1, 4]], ids=str)
 def uninterrupted(request: pytest.FixtureRequest, corpus: Path, tmp_path_factory: pytest.TempPathFactory):
     """(method, folder) of a run with fragments under way most of the time."""
@@ -292,9 +288,9 @@ def test_resume_with_fragments_under_way(
 
     def crash(trainer: Trainer, row: dict) -> None:
         if row["step"] == stop_at + 1:
-            raise _Crash
+            raise Crash
 
-    with pytest.raises((_Crash, RuntimeError)):
+    with pytest.raises((Crash, RuntimeError)):
         train_in_threads(config, corpus, tmp_path / "run", on_row=crash)
     seen = []
     train_in_threads(config, corpus, tmp_path / "run", on_row=lambda trainer, row: seen.append(row["step"]))

@@ -26,7 +26,7 @@ from lowcomm.ranks import run_threads
 from lowcomm.train import train, train_in_threads
 from lowcomm.trainer import Trainer, learning_rate
 from tests.conftest import command_line, small_run
-from tests.harness import clean_environment, torchrun, torchrun_command
+from tests.harness import Crash, clean_environment, torchrun, torchrun_command
 
 DETERMINED = ("summary.json", "model.safetensors", "metrics/rank-000.jsonl", "metrics/rank-001.jsonl")
 
@@ -65,10 +65,6 @@ def test_threads_and_processes_give_the_same_run(run: str, corpus: Path, tmp_pat
     assert same_run(tmp_path / "threads", tmp_path / "processes")
 
 
-class _Crash(RuntimeError):
-    pass
-
-
 @pytest.mark.parametrize("run", ["diloco_m2", "data_parallel"])
 @pytest.mark.parametrize("crash_at", range(1, 13))
 def test_resume_at_any_step_is_the_uninterrupted_run(run: str, crash_at: int, corpus: Path, tmp_path: Path) -> None:
@@ -78,9 +74,9 @@ def test_resume_at_any_step_is_the_uninterrupted_run(run: str, crash_at: int, co
 
     def crash(trainer: Trainer, row: dict) -> None:
         if row["step"] == crash_at and trainer.world.rank == crash_at % 2:
-            raise _Crash
+            raise Crash
 
-    with pytest.raises((_Crash, RuntimeError)):
+    with pytest.raises((Crash, RuntimeError)):
         train_in_threads(config, corpus, tmp_path / "run", on_row=crash)
     steps = sorted(int(p.name[5:]) for p in (tmp_path / "run" / "checkpoints").glob("step-????????"))
     assert steps == [s for s in (3, 6, 9) if s < crash_at][-2:]
@@ -204,9 +200,9 @@ def _stopped(corpus: Path, out: Path, *, at: int = 9, **override) -> RunConfig:
 
     def crash(trainer: Trainer, row: dict) -> None:
         if row["step"] == at:
-            raise _Crash
+            raise Crash
 
-    with pytest.raises((_Crash, RuntimeError)):
+    with pytest.raises((Crash, RuntimeError)):
         train_in_threads(config, corpus, out, on_row=crash)
     return config
 
@@ -304,9 +300,9 @@ def test_a_fresh_start_leaves_nothing_of_the_run_before(corpus: Path, tmp_path: 
 
     def crash(trainer: Trainer, row: dict) -> None:
         assert not summary.exists()
-        raise _Crash
+        raise Crash
 
-    with pytest.raises(_Crash):
+    with pytest.raises(Crash):
         train_in_threads(small_run("diloco_m2", replicas=1), corpus, tmp_path / "run", on_row=crash)
     names = {str(p.relative_to(tmp_path / "run")) for p in (tmp_path / "run").rglob("*")}
     assert names == {"notes.txt", "source.sha256", "metrics", "metrics/rank-000.jsonl"}
