@@ -313,7 +313,7 @@ def test_weight_spread_by_hand() -> None:
 
 
 def test_replicas_that_never_meet_are_runs_of_their_own(corpus: Path, tmp_path: Path) -> None:
-    """With fixed routes they train as DiLoCo's replicas do before they first meet; with random ones they come closer."""
+    """With fixed routes they train as replicas of DiLoCo before they first meet; with random ones they come closer."""
     base = {"replicas": 4, "stages": 2, "train": {"record_spread": True, "steps": 40}}
     once = small_run("diloco_m2", **base, method={"sync_every_steps": 40})
     train_in_threads(once, corpus, tmp_path / "once")
