@@ -267,9 +267,9 @@ def test_cosine_of_outer_gradients_is_logged_and_billed_apart(corpus: Path, tmp_
 def test_a_link_changes_the_clock_and_never_a_loss(corpus: Path, tmp_path: Path) -> None:
     """80 Mbit/s in real and in virtual time.
 
-    A step sends 2 MB in 0.2 s, in two messages that take 2 s more each, and computes for milliseconds: threads that wake
-    from a real wait compute more slowly for a while, on a busy machine several times so, and virtual time knows nothing
-    of that.
+    A step sends 2 MB in 0.2 s, in two messages that take 2 s more each, and computes for milliseconds: threads that
+    wake from a real wait compute more slowly for a while, on a busy machine several times so, and virtual time knows
+    nothing of that.
     """
     model, short = {"dim": 128, "ffn_dim": 512}, {"steps": 2, "seq_len": 16, "global_batch": 2}
     link = {"link_mbit_per_s": 80, "link_latency_ms": 2000}
