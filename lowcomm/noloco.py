@@ -1,0 +1,181 @@
+"""NoLoCo (arXiv:2506.10911): what its momentum does to replicas that meet in random groups.
+
+A replica has slow weights phi_i; after an outer step (`fragment.PulledMomentum`), with the mean over its group
+
+    m_i   <- alpha m_i + beta mean(theta - phi) + gamma (mean(phi) - phi_i)         Eq. 2, its sign mended
+    phi_i <- phi_i + m_i                                                             Eq. 3
+
+Groups are drawn anew each time. In the subspace of what replicas differ by, taking the group's mean is a random
+projection P, and 1 - P another, Q; with R replicas in groups of n
+
+    E[Q] = q 1,   q = (R - groups) / (R - 1)          `contraction.differing`
+
+so second moments follow a linear map of three numbers, exactly, for any R. The paper neglects correlations to get its
+Eq. 74; this does not.
+
+    symbol  name here         symbol  name here
+    alpha   `momentum`        n       `group`
+    beta    `lr`              R       `replicas`
+    gamma   `pull`
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowcomm.contraction import differing
+
+
+def paper_bounds(momentum: float, group: int) -> tuple[float, float]:
+    """Eq. 74: sqrt(n / (2 (n - 1))) alpha < gamma < sqrt(n / (2 (n - 1)) (2 + alpha^2)), n at least 2."""
+    if group < 2:
+        raise ValueError(f"Eq. 74 is for groups of 2 and more, got {group}")
+    ratio = group / (2 * (group - 1))
+    return math.sqrt(ratio) * momentum, math.sqrt(ratio * (2 + momentum**2))
+
+
+def driven_bounds(momentum: float, lr: float, group: int) -> tuple[float, float]:
+    """The same as Eq. 74, exactly: between which pulls replicas stay together on a quadratic whose optimum they reach.
+
+    The paper's case, inner steps that forget where they began (drive = lr), for many replicas; (nan, nan) where no
+    pull will do. By scanning pulls up to 4, to 1e-3.
+    """
+    pulls = np.arange(0.001, 4, 0.001)
+    q = differing(group)
+    stable = [np.abs(np.linalg.eigvals(second_moments(momentum, g, q, drive=lr))).max() < 1 for g in pulls]
+    inside = pulls[stable]
+    return (float(inside[0]), float(inside[-1])) if len(inside) else (math.nan, math.nan)
+
+
+def second_moments(momentum: float, pull: float, q: float, *, drive: float = 0.0) -> NDArray[np.float64]:
+    """The map of (E phi^2, E phi m, E m^2) of what replicas differ by, in one outer step.
+
+    drive: beta (1 - b^H), the outer step towards the optimum of a quadratic that H inner steps contract by b each;
+    zero where replicas compute nothing. With P + Q = 1 and P Q = 0
+
+        m' = alpha m - (drive P + gamma Q) phi,   phi' = phi + m'
+    """
+    first = drive * (1 - q) + pull * q  # E of drive P + gamma Q
+    second = drive**2 * (1 - q) + pull**2 * q  # and of its square
+    moved = np.array([second, -2 * momentum * first, momentum**2])  # E m'^2
+    across = np.array([-first, momentum, 0.0])  # E phi m'
+    stayed = np.array([1.0, 0.0, 0.0])
+    return np.stack([stayed + 2 * across + moved, across + moved, moved])
+
+
+@dataclass(frozen=True)
+class Quadratic:
+    """Loss 1/2 a (theta - c)^2 of one weight, c of mean 0 and variance `noise` drawn at each inner step (Eq. 8).
+
+    Inner SGD: theta <- theta - lr a (theta - c), H times from phi.
+    """
+
+    curvature: float  # a
+    noise: float  # of c
+    inner_lr: float  # omega
+    inner_steps: int  # H
+
+    def __post_init__(self) -> None:
+        if not 0 < self.inner_lr * self.curvature <= 1:
+            raise ValueError(
+                f"inner_lr x curvature = {self.inner_lr * self.curvature:g} must be above 0 and at most 1 (section A.2)"
+            )
+
+    @property
+    def kept(self) -> float:
+        """b^H: what H inner steps leave of phi (Eq. 18)."""
+        return (1 - self.inner_lr * self.curvature) ** self.inner_steps
+
+    @property
+    def inner_variance(self) -> float:
+        """Variance that H inner steps add: (omega a)^2 noise (1 - b^2H) / (1 - b^2)."""
+        step = self.inner_lr * self.curvature
+        return step**2 * self.noise * sum((1 - step) ** (2 * k) for k in range(self.inner_steps))
+
+    def stationary(self, *, momentum: float, lr: float, pull: float, group: int, replicas: int) -> tuple[float, float]:
+        """Variances in the long run: of the mean over replicas, and of a replica about that mean.
+
+        Raises ValueError where either grows without end.
+        """
+        drive, noise = lr * (1 - self.kept), lr**2 * self.inner_variance
+        q = differing(group, replicas)
+        found = []
+        for share, fed in ((0.0, noise / replicas), (q, noise * (1 - q))):
+            move = second_moments(momentum, pull, share, drive=drive)
+            if (radius := np.abs(np.linalg.eigvals(move)).max()) >= 1:
+                raise ValueError(f"no stationary variance: second moments grow by {radius:.4g} an outer step")
+            found.append(float(np.linalg.solve(np.eye(3) - move, np.full(3, fed))[0]))
+        mean, apart = found
+        return mean, apart * (replicas - 1) / replicas
+
+    def simulate(
+        self,
+        *,
+        momentum: float,
+        lr: float,
+        pull: float,
+        group: int,
+        replicas: int,
+        turns: int,
+        weights: int = 256,
+        start: float = 1.0,
+        seed: int = 0,
+    ) -> NDArray[np.float64]:
+        """The same, step by step: slow weights [turns + 1, replicas, weights], all equal to `start` at first.
+
+        `weights` are as many independent problems. Groups must divide the replicas.
+        """
+        rng = np.random.default_rng(seed)
+        phi = np.full((replicas, weights), start)
+        m, seen = np.zeros_like(phi), [phi]
+        for _ in range(turns):
+            theta = phi
+            for _ in range(self.inner_steps):
+                c = rng.normal(0.0, math.sqrt(self.noise), phi.shape)
+                theta = theta - self.inner_lr * self.curvature * (theta - c)
+            met = _draw(rng, replicas, group)
+            m = momentum * m + lr * _mean(theta - phi, met) + pull * (_mean(phi, met) - phi)
+            phi = phi + m
+            seen.append(phi)
+        return np.stack(seen)
+
+
+def _draw(rng: np.random.Generator, replicas: int, group: int) -> NDArray[np.int64]:
+    """Random groups [R / n, n]."""
+    if replicas % group:
+        raise ValueError(f"groups of {group} must divide {replicas} replicas here")
+    return rng.permutation(replicas).reshape(-1, group)
+
+
+def _mean(x: NDArray[np.float64], met: NDArray[np.int64]) -> NDArray[np.float64]:
+    """The mean over each one's group; `met` [groups, n]."""
+    out = np.empty_like(x)
+    out[met] = x[met].mean(1, keepdims=True)
+    return out
+
+
+def idle_growth(
+    momentum: float, pull: float, group: int, *, replicas: int = 512, turns: int = 400, weights: int = 32, seed: int = 0
+) -> float:
+    """By simulation: the factor by which the spread of replicas that compute nothing grows in an outer step.
+
+    The geometric mean over the second half of the turns. Theory: the root of the largest eigenvalue of
+    `second_moments`.
+    """
+    rng = np.random.default_rng(seed)
+    phi = rng.standard_normal((replicas, weights))
+    phi -= phi.mean(0)
+    m, logs = np.zeros_like(phi), []
+    for _ in range(turns):
+        met = _draw(rng, replicas, group)
+        m = momentum * m + pull * (_mean(phi, met) - phi)
+        phi = phi + m
+        phi, m = phi - phi.mean(0), m - m.mean(0)  # zero but for rounding, which would outlast all the rest
+        size = math.sqrt((phi**2).mean() + (m**2).mean())
+        phi, m = phi / size, m / size
+        logs.append(math.log(size))
+    return math.exp(np.mean(logs[turns // 2 :]))

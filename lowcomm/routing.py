@@ -1,0 +1,65 @@
+"""Who meets whom, drawn by every rank alike from a shared seed: groups of replicas and routes through stages.
+
+Nothing is communicated: a draw is a pure function of the seed and of what it is for, so a resumed run draws the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+_GROUPS, _ROUTES = 1, 2
+
+
+def _permutation(count: int, *key: int) -> list[int]:
+    return np.random.default_rng(key).permutation(count).tolist()
+
+
+def groups(seed: int, key: tuple[int, ...], replicas: int, size: int) -> list[list[int]]:
+    """The replicas in random groups of at least `size` (NoLoCo, section 3.2), each in ascending order.
+
+    There are replicas // size groups, as equal as they can be: where `size` does not divide, some hold one more (or
+    several, where there are few groups), so that nobody is left alone. `key` says of which turn, of which fragment.
+    """
+    if not 1 <= size <= replicas:
+        raise ValueError(f"groups of {size} among {replicas} replicas: the size must be between 1 and the replicas")
+    order, count = _permutation(replicas, seed, _GROUPS, *key), replicas // size
+    bounds = [replicas * g // count for g in range(count + 1)]
+    return [sorted(order[bounds[g] : bounds[g + 1]]) for g in range(count)]
+
+
+def group_of(replica: int, seed: int, key: tuple[int, ...], replicas: int, size: int) -> list[int]:
+    """The group that a replica is in."""
+    return next(g for g in groups(seed, key, replicas, size) if replica in g)
+
+
+@dataclass(frozen=True)
+class Route:
+    """A way through the stages: replica i of stage s hands on to replica `hops[s][i]` of stage s + 1."""
+
+    hops: tuple[tuple[int, ...], ...]
+
+    def after(self, stage: int, replica: int) -> int:
+        """The replica of the next stage that this one sends activations to, and has gradients from."""
+        return self.hops[stage][replica]
+
+    def before(self, stage: int, replica: int) -> int:
+        """The replica of the stage before."""
+        return self.hops[stage - 1].index(replica)
+
+    def origin(self, stage: int, replica: int) -> int:
+        """The replica of the first stage whose tokens come by here."""
+        for s in range(stage, 0, -1):
+            replica = self.before(s, replica)
+        return replica
+
+
+def fixed_route(stages: int, replicas: int) -> Route:
+    """Every replica hands on to its own next stage."""
+    return Route((tuple(range(replicas)),) * (stages - 1))
+
+
+def random_route(seed: int, step: int, micro_batch: int, stages: int, replicas: int) -> Route:
+    """A permutation of the replicas at each boundary (NoLoCo, section 3.1): every replica has as much to do."""
+    return Route(tuple(tuple(_permutation(replicas, seed, _ROUTES, step, micro_batch, b)) for b in range(stages - 1)))
