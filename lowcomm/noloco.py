@@ -1,6 +1,6 @@
 """NoLoCo (arXiv:2506.10911): what its momentum does to replicas that meet in random groups.
 
-A replica has slow weights phi_i; after an outer step (`fragment.PulledMomentum`), with the mean over its group
+A replica has slow weights phi_i and, after its inner steps, theta_i; in an outer step, with means over its group,
 
     m_i   <- alpha m_i + beta mean(theta - phi) + gamma (mean(phi) - phi_i)         Eq. 2, its sign mended
     phi_i <- phi_i + m_i                                                             Eq. 3
@@ -46,7 +46,7 @@ def driven_bounds(momentum: float, lr: float, group: int) -> tuple[float, float]
     """
     pulls = np.arange(0.001, 4, 0.001)
     q = differing(group)
-    stable = [np.abs(np.linalg.eigvals(second_moments(momentum, g, q, drive=lr))).max() < 1 for g in pulls]
+    stable = [growth(second_moments(momentum, g, q, drive=lr)) < 1 for g in pulls]
     inside = pulls[stable]
     return (float(inside[0]), float(inside[-1])) if len(inside) else (math.nan, math.nan)
 
@@ -65,6 +65,11 @@ def second_moments(momentum: float, pull: float, q: float, *, drive: float = 0.0
     across = np.array([-first, momentum, 0.0])  # E phi m'
     stayed = np.array([1.0, 0.0, 0.0])
     return np.stack([stayed + 2 * across + moved, across + moved, moved])
+
+
+def growth(moments: NDArray[np.float64]) -> float:
+    """The factor by which what replicas differ by grows in an outer step: the root of the map's largest eigenvalue."""
+    return math.sqrt(np.abs(np.linalg.eigvals(moments)).max())
 
 
 @dataclass(frozen=True)
@@ -106,8 +111,8 @@ class Quadratic:
         found = []
         for share, fed in ((0.0, noise / replicas), (q, noise * (1 - q))):
             move = second_moments(momentum, pull, share, drive=drive)
-            if (radius := np.abs(np.linalg.eigvals(move)).max()) >= 1:
-                raise ValueError(f"no stationary variance: second moments grow by {radius:.4g} an outer step")
+            if (factor := growth(move)) >= 1:
+                raise ValueError(f"no stationary variance: second moments grow by {factor**2:.4g} an outer step")
             found.append(float(np.linalg.solve(np.eye(3) - move, np.full(3, fed))[0]))
         mean, apart = found
         return mean, apart * (replicas - 1) / replicas
@@ -138,8 +143,7 @@ class Quadratic:
                 c = rng.normal(0.0, math.sqrt(self.noise), phi.shape)
                 theta = theta - self.inner_lr * self.curvature * (theta - c)
             met = _draw(rng, replicas, group)
-            m = momentum * m + lr * _mean(theta - phi, met) + pull * (_mean(phi, met) - phi)
-            phi = phi + m
+            phi, m = _outer_step(phi, m, met, momentum, pull, towards=lr * _mean(theta - phi, met))
             seen.append(phi)
         return np.stack(seen)
 
@@ -158,22 +162,33 @@ def _mean(x: NDArray[np.float64], met: NDArray[np.int64]) -> NDArray[np.float64]
     return out
 
 
+def _outer_step(
+    phi: NDArray[np.float64],
+    m: NDArray[np.float64],
+    met: NDArray[np.int64],
+    momentum: float,
+    pull: float,
+    *,
+    towards: NDArray[np.float64] | float = 0.0,
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Eq. 2 and 3: (phi, m) of all replicas; `towards` is beta times the mean of what inner steps moved."""
+    m = momentum * m + towards + pull * (_mean(phi, met) - phi)
+    return phi + m, m
+
+
 def idle_growth(
     momentum: float, pull: float, group: int, *, replicas: int = 512, turns: int = 400, weights: int = 32, seed: int = 0
 ) -> float:
     """By simulation: the factor by which the spread of replicas that compute nothing grows in an outer step.
 
-    The geometric mean over the second half of the turns. Theory: the root of the largest eigenvalue of
-    `second_moments`.
+    The geometric mean over the second half of the turns. Theory: `growth` of `second_moments`.
     """
     rng = np.random.default_rng(seed)
     phi = rng.standard_normal((replicas, weights))
     phi -= phi.mean(0)
     m, logs = np.zeros_like(phi), []
     for _ in range(turns):
-        met = _draw(rng, replicas, group)
-        m = momentum * m + pull * (_mean(phi, met) - phi)
-        phi = phi + m
+        phi, m = _outer_step(phi, m, _draw(rng, replicas, group), momentum, pull)
         phi, m = phi - phi.mean(0), m - m.mean(0)  # zero but for rounding, which would outlast all the rest
         size = math.sqrt((phi**2).mean() + (m**2).mean())
         phi, m = phi / size, m / size
