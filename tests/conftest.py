@@ -53,6 +53,6 @@ def settings_of(config: RunConfig) -> list[str]:
 
 
 def command_line(config: RunConfig, corpus: Path, out: Path) -> list[str]:
-    """Words after `-m` that train `config` from the command line."""
-    words = ["lowcomm.train", config.name, "--scale", "smoke", "--data", str(corpus), "--out", str(out)]
+    """What `lowcomm.train` takes to train `config`."""
+    words = [config.name, "--scale", "smoke", "--data", str(corpus), "--out", str(out)]
     return words + [w for s in settings_of(config) for w in ("--set", s)]

@@ -6,12 +6,15 @@ A case is a function `case(world, folder) -> JSON` in `tests/cases.py`.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed import TCPStore
 
 from lowcomm.config import ROOT, CommConfig
@@ -31,16 +34,21 @@ def as_threads(case: str, replicas: int, folder: Path, *, stages: int = 1, **com
     return json.loads(json.dumps(results))
 
 
-def torchrun(ranks: int, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run `torchrun -m ...` to its end; output is captured, the exit status not checked."""
-    return subprocess.run(torchrun_command(ranks, *words), env=clean_environment(**environment), **_CAPTURE)
+def train_in_processes(ranks: int, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """`lowcomm.train` to its end; output is captured, the exit status not checked."""
+    return subprocess.run(forked_command(ranks, *words), env=clean_environment(**environment), **_CAPTURE)
 
 
 _CAPTURE: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 240, "check": False}
 
 
+def forked_command(ranks: int, *words: str) -> list[str]:
+    return [sys.executable, "-m", "lowcomm.forked", str(ranks), *words]
+
+
 def torchrun_command(ranks: int, *words: str) -> list[str]:
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", *words]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return [*torchrun, "-m", "lowcomm.train", *words]
 
 
 def clean_environment(**more: str) -> dict[str, str]:
@@ -56,39 +64,52 @@ def as_processes(case: str, replicas: int, folder: Path, *, stages: int = 1, **c
     ranks = replicas * stages
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    count = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     words = [sys.executable, "-m", "tests.harness", case, str(replicas), str(stages), str(folder), json.dumps(comm)]
-    started = [
-        subprocess.Popen(
-            words,
-            env=clean_environment(RANK=str(rank), LOCAL_RANK=str(rank), **count, **meeting),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
+    group = subprocess.Popen(
+        words,
+        env=clean_environment(WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks), **meeting),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
     try:
-        said = "".join(p.communicate(timeout=240)[0] for p in started)
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-    if any(p.returncode for p in started):
+        said = group.communicate(timeout=240)[0]
+    except subprocess.TimeoutExpired:
+        os.killpg(group.pid, signal.SIGKILL)
+        raise
+    if group.returncode:
         raise RuntimeError(said)
     return [json.loads((folder / f"{case}-{r}.json").read_text()) for r in range(ranks)]
 
 
-if __name__ == "__main__":
+def _rank(case: str, replicas: str, stages: str, folder: str, comm: str) -> None:
+    """One rank of `as_processes`."""
     from tests import cases
 
-    name, replicas_, stages_, folder_, comm_ = sys.argv[1:]
-    world = world_from_torchrun(replicas=int(replicas_), stages=int(stages_), comm=CommConfig(**json.loads(comm_)))
+    world = world_from_torchrun(replicas=int(replicas), stages=int(stages), comm=CommConfig(**json.loads(comm)))
     try:
-        result = getattr(cases, name)(world, Path(folder_))
+        result = getattr(cases, case)(world, Path(folder))
     except Exception as error:
         print(f"rank {world.rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         world.transport.abort(str(error))
         os._exit(3)
-    (Path(folder_) / f"{name}-{world.rank}.json").write_text(json.dumps(result))
+    (Path(folder) / f"{case}-{world.rank}.json").write_text(json.dumps(result))
     world.close()
+
+
+def _forked(words: list[str]) -> int:
+    """All ranks, forked from this process, which has imported torch already; nonzero if one fails."""
+    context = multiprocessing.get_context("spawn" if torch.cuda.device_count() else "fork")
+    started = []
+    for rank in range(int(os.environ["WORLD_SIZE"])):
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        started.append(context.Process(target=_rank, args=words))
+        started[-1].start()
+    for process in started:
+        process.join()
+    return int(any(p.exitcode for p in started))
+
+
+if __name__ == "__main__":
+    sys.exit(_forked(sys.argv[1:]))

@@ -13,7 +13,7 @@ from lowcomm.config import ConfigError
 from lowcomm.metrics import read_metrics
 from lowcomm.train import train_in_threads
 from tests.conftest import command_line, small_run
-from tests.harness import torchrun
+from tests.harness import train_in_processes
 
 #: Plain SGD without clipping: elementwise, so that equal gradients give equal weights.
 SGD = {"optimizer": "sgd", "lr": 0.1, "clip_norm": 0.0, "eval_every": 5}
@@ -21,7 +21,7 @@ SGD = {"optimizer": "sgd", "lr": 0.1, "clip_norm": 0.0, "eval_every": 5}
 
 def _fsdp(out: Path, corpus: Path, **train) -> Path:
     config = small_run("data_parallel", method={"exchange": "fsdp"}, train=train)
-    done = torchrun(2, *command_line(config, corpus, out))
+    done = train_in_processes(2, *command_line(config, corpus, out))
     assert done.returncode == 0, done.stderr
     return out
 

@@ -122,7 +122,7 @@ def test_a_sweep_is_trained_whole_and_goes_on_where_it_was_interrupted(corpus: P
 
 
 def test_a_stop_ends_a_sweep_between_its_points_too(corpus: Path, tmp_path: Path) -> None:
-    words = ["lowcomm.train", "overtraining_streaming", "--scale", "smoke", "--all", "--data", str(corpus)]
+    words = ["overtraining_streaming", "--scale", "smoke", "--all", "--data", str(corpus)]
     words += ["--out", str(tmp_path), "--set", "data.corpus=docstrings", "--set", "train.log_every=1"]
     words += [w for s in SWEEP for w in ("--set", s)]
     child = subprocess.Popen(torchrun_command(2, *words), env=clean_environment(), stderr=subprocess.DEVNULL)

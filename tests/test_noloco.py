@@ -25,7 +25,7 @@ from lowcomm.routing import groups
 from lowcomm.train import train, train_in_threads
 from lowcomm.trainer import Trainer
 from tests.conftest import command_line, small_run
-from tests.harness import Crash, torchrun
+from tests.harness import Crash, train_in_processes
 
 NOLOCO = {"peers": "group", "outer": "noloco", "outer_lr": 0.7, "outer_momentum": 0.5, "outer_pull": 0.7}
 FULL = NOLOCO | {"fragments": "strided", "layers_per_fragment": 1, "sync_every_steps": 6, "codec": "e3m0"}
@@ -140,7 +140,7 @@ def test_the_pull_conserves_the_mean_over_replicas() -> None:
 def test_threads_and_processes_give_the_same_run(corpus: Path, tmp_path: Path) -> None:
     config = noloco_run(stages=2, replicas=2, method={"route": "random_step"}, train={"record_spread": True})
     train_in_threads(config, corpus, tmp_path / "threads")
-    done = torchrun(4, *command_line(config, corpus, tmp_path / "processes"))
+    done = train_in_processes(4, *command_line(config, corpus, tmp_path / "processes"))
     assert done.returncode == 0, done.stderr
     for name in (*(f"metrics/rank-00{r}.jsonl" for r in range(4)), "model.safetensors"):
         assert (tmp_path / "threads" / name).read_bytes() == (tmp_path / "processes" / name).read_bytes()

@@ -23,7 +23,7 @@ from lowcomm.ranks import run_threads
 from lowcomm.train import train, train_in_threads
 from lowcomm.trainer import Trainer, inner_optimizer, learning_rate
 from tests.conftest import command_line, small_run
-from tests.harness import torchrun
+from tests.harness import train_in_processes
 
 STREAMING = {"fragments": "strided", "layers_per_fragment": 1, "sync_every_steps": 5}
 AVERAGE = {"outer": "average", "outer_lr": 1.0, "outer_momentum": 0.0}
@@ -301,7 +301,7 @@ def test_a_link_leaves_the_losses_of_processes(corpus: Path, tmp_path: Path) -> 
     train_in_threads(config, corpus, tmp_path / "none")
     for clock in ("real", "virtual"):
         linked = small_run("diloco_m2", comm={"link_mbit_per_s": 80, "link_latency_ms": 20, "clock": clock})
-        done = torchrun(2, *command_line(linked, corpus, tmp_path / clock))
+        done = train_in_processes(2, *command_line(linked, corpus, tmp_path / clock))
         assert done.returncode == 0, done.stderr
         assert losses_of(tmp_path / clock) == losses_of(tmp_path / "none")
         assert losses_of(tmp_path / clock, rank=1) == losses_of(tmp_path / "none", rank=1)

@@ -21,7 +21,7 @@ from lowcomm.ranks import run_threads
 from lowcomm.train import train_in_threads
 from lowcomm.trainer import Trainer
 from tests.conftest import command_line, small_run
-from tests.harness import Crash, torchrun
+from tests.harness import Crash, train_in_processes
 
 DEEP = {"layers": 4}
 
@@ -160,7 +160,7 @@ def test_gradients_are_those_of_the_stages_along_the_route(route: str, corpus: P
 def test_threads_and_processes_give_the_same_pipeline(routing: str, corpus: Path, tmp_path: Path) -> None:
     config = deep_run(stages=2, train={"accumulation": 2}, method={"route": routing})
     train_in_threads(config, corpus, tmp_path / "threads")
-    done = torchrun(4, *command_line(config, corpus, tmp_path / "processes"))
+    done = train_in_processes(4, *command_line(config, corpus, tmp_path / "processes"))
     assert done.returncode == 0, done.stderr
     for name in (*(f"metrics/rank-00{r}.jsonl" for r in range(4)), "model.safetensors"):
         assert (tmp_path / "threads" / name).read_bytes() == (tmp_path / "processes" / name).read_bytes()

@@ -22,7 +22,7 @@ from lowcomm.train import train, train_in_threads
 from lowcomm.trainer import Trainer
 from lowcomm.transport import CommError
 from tests.conftest import command_line, small_run
-from tests.harness import Crash, torchrun
+from tests.harness import Crash, train_in_processes
 
 
 @pytest.mark.parametrize("pattern", ["sequential", "strided"])
@@ -187,7 +187,7 @@ def test_mixing_close_to_one_leaves_replicas_almost_alone(corpus: Path, tmp_path
 def test_threads_and_processes_stream_alike(method: dict, corpus: Path, tmp_path: Path) -> None:
     config = small_run("diloco_m2", method=method)
     train_in_threads(config, corpus, tmp_path / "threads")
-    done = torchrun(2, *command_line(config, corpus, tmp_path / "processes"))
+    done = train_in_processes(2, *command_line(config, corpus, tmp_path / "processes"))
     assert done.returncode == 0, done.stderr
     for rank in (0, 1):
         assert _losses(tmp_path / "threads", rank) == _losses(tmp_path / "processes", rank)

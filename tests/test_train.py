@@ -26,8 +26,9 @@ from lowcomm.ranks import run_threads
 from lowcomm.train import train, train_in_threads
 from lowcomm.trainer import Trainer, learning_rate
 from tests.conftest import command_line, small_run
-from tests.harness import Crash, clean_environment, torchrun, torchrun_command
+from tests.harness import Crash, clean_environment, forked_command, torchrun_command, train_in_processes
 
+THREADS = [sys.executable, "-m", "lowcomm.train"]
 DETERMINED = ("summary.json", "model.safetensors", "metrics/rank-000.jsonl", "metrics/rank-001.jsonl")
 
 
@@ -60,7 +61,7 @@ def test_twice_the_same_is_the_same(reference: Path, corpus: Path, tmp_path: Pat
 def test_threads_and_processes_give_the_same_run(run: str, corpus: Path, tmp_path: Path) -> None:
     config = small_run(run)
     train_in_threads(config, corpus, tmp_path / "threads")
-    done = torchrun(2, *command_line(config, corpus, tmp_path / "processes"))
+    done = train_in_processes(2, *command_line(config, corpus, tmp_path / "processes"))
     assert done.returncode == 0, done.stderr
     assert same_run(tmp_path / "threads", tmp_path / "processes")
 
@@ -138,7 +139,7 @@ def test_a_run_killed_at_a_random_step_resumes_exactly(
     rng = random.Random(f"{transport} {attempt}")
     config = small_run("diloco_m2", train={"steps": 60, "eval_every": 20}, checkpoint={"every_steps": 7})
     words = command_line(config, corpus, tmp_path / "run")
-    command = [sys.executable, "-m", *words] if transport == "threads" else torchrun_command(2, *words)
+    command = THREADS + words if transport == "threads" else forked_command(2, *words)
     step = rng.randint(1, 58)
     _kill_at(step, command, tmp_path / "run", rng)
     done = _run(command)
@@ -163,7 +164,7 @@ def test_a_sharded_run_resumes_exactly(corpus: Path, tmp_path: Path) -> None:
 def test_sigterm_writes_a_checkpoint_and_exits_cleanly(transport: str, corpus: Path, tmp_path: Path) -> None:
     config = small_run("diloco_m2", train={"steps": 3000})
     words = command_line(config, corpus, tmp_path / "run")
-    command = [sys.executable, "-m", *words] if transport == "threads" else torchrun_command(2, *words)
+    command = THREADS + words if transport == "threads" else torchrun_command(2, *words)
     child = subprocess.Popen(command, env=clean_environment(), stderr=subprocess.PIPE, text=True)
     _wait_for_step(tmp_path / "run", 20, child)
     # Under torchrun only one rank is told; the other hears of it from its peer.
@@ -329,7 +330,7 @@ def test_replicas_and_ranks_must_agree(corpus: Path, tmp_path: Path) -> None:
     config = small_run("diloco_m2", replicas=4)
     with pytest.raises(ConfigError, match="run diloco_m2 has 4 replicas, the world has 2"):
         run_threads(lambda w: train(config, w, corpus, tmp_path), replicas=2)
-    done = torchrun(1, *command_line(small_run("diloco_m2"), corpus, tmp_path))
+    done = train_in_processes(1, *command_line(small_run("diloco_m2"), corpus, tmp_path))
     assert done.returncode != 0
     assert "1 ranks cannot form 2 replicas x 1 stages; start 2 ranks or change replicas" in done.stderr
 
@@ -337,7 +338,7 @@ def test_replicas_and_ranks_must_agree(corpus: Path, tmp_path: Path) -> None:
 def test_nccl_needs_a_gpu_for_each_rank(corpus: Path, tmp_path: Path) -> None:
     if torch.cuda.device_count() >= 2:
         pytest.skip("this machine has a GPU for each rank")
-    done = torchrun(2, *command_line(small_run("diloco_m2", comm={"backend": "nccl"}), corpus, tmp_path))
+    done = train_in_processes(2, *command_line(small_run("diloco_m2", comm={"backend": "nccl"}), corpus, tmp_path))
     assert done.returncode != 0
     assert "comm.backend = nccl needs a GPU for each rank: 2 ranks on this machine, " in done.stderr
 

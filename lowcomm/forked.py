@@ -1,0 +1,46 @@
+"""`torchrun --standalone -m lowcomm.train`, on one machine, with ranks that start at once.
+
+    python -m lowcomm.forked 8 noloco --all
+
+torchrun starts a Python for each rank, and each of them imports torch: three seconds of a core, so that 16 ranks on two
+cores begin after most of a minute. Here torch's elastic agent, which is what torchrun starts too, imports first and
+then forks. Where there are GPUs it starts each rank anew, as CUDA does not survive a fork.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import uuid
+
+import torch
+import torch._dynamo  # torch.optim imports it at first use
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from lowcomm.train import main as train
+
+
+def main(argv: list[str]) -> int:
+    """The number of ranks, then what `lowcomm.train` takes; returns the exit status."""
+    ranks, *words = argv
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=int(ranks),
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        start_method="spawn" if torch.cuda.device_count() else "fork",
+    )
+    try:
+        elastic_launch(config, train)(words)
+    except ChildFailedError as error:
+        logging.getLogger("lowcomm").error("%s", error)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
