@@ -10,6 +10,8 @@ N heads, K key/value heads, H head width, P parameters, R replicas.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol
@@ -50,6 +52,19 @@ def parameters(c: ModelConfig) -> ParameterCount:
     )
 
 
+def trained_parameters(c: ModelConfig, sliced: Sequence[str], slices: int) -> ParameterCount:
+    """What a replica trains where each of `slices` replicas has its own slice of `sliced` (see `partial`)."""
+    whole = parameters(c)
+    q, kv = c.heads * c.width_of_head, c.key_value_heads * c.width_of_head
+    frozen = (
+        c.layers
+        * c.dim
+        * (("heads" in sliced) * ((q - q // slices) + 2 * (kv - kv // slices)) + ("out" in sliced) * (q - q // slices))
+    )
+    mlp = whole.mlp // slices if {"mlp", "layers"} & set(sliced) else whole.mlp
+    return dataclasses.replace(whole, attention=whole.attention - frozen, mlp=mlp)
+
+
 def forward_flops(c: ModelConfig, sequences: int, tokens: int) -> int:
     """FLOPs of one forward pass over `sequences` sequences of `tokens` tokens.
 
@@ -63,9 +78,30 @@ def forward_flops(c: ModelConfig, sequences: int, tokens: int) -> int:
     return c.layers * (projections + attention + mlp) + 2 * bt * c.dim * c.vocab_size
 
 
-def training_flops(c: ModelConfig, sequences: int, tokens: int) -> int:
-    """FLOPs of a forward and a backward pass: each product has two gradients, so 3 x forward."""
-    return 3 * forward_flops(c, sequences, tokens)
+def training_flops(
+    c: ModelConfig,
+    sequences: int,
+    tokens: int,
+    *,
+    sliced: Sequence[str] = (),
+    slices: int = 1,
+    through: int | None = None,
+    recompute: bool = False,
+) -> int:
+    """FLOPs of a forward and a backward pass: each product has two gradients, so 3 x forward where all is trained.
+
+    Where a replica trains a slice (Partial Parameter Updates, appendix C.2), gradients with respect to weights take
+    2BT a trained one; with respect to the inputs of MLPs, `through` / `slices` of theirs, where they pass through so
+    many slices alone (appendix D). With `recompute`, blocks are computed forward once more.
+    """
+    forward, bt = forward_flops(c, sequences, tokens), sequences * tokens
+    whole, trained = parameters(c), trained_parameters(c, sliced, slices)
+    weights = forward - 2 * bt * (whole.attention - trained.attention + whole.mlp - trained.mlp)
+    inputs = forward
+    if through is not None:
+        inputs -= 2 * bt * (whole.mlp - whole.mlp * through // slices)
+    head = 2 * bt * c.dim * c.vocab_size
+    return forward + inputs + weights + (forward - head if recompute else 0)
 
 
 def shares(numel: int, ranks: int) -> list[tuple[int, int]]:
@@ -98,27 +134,48 @@ def block_shares(numel: int, block: int, ranks: int) -> list[tuple[int, int]]:
     return [(begin * block, min(end * block, numel)) for begin, end in shares(-(-numel // block), ranks)]
 
 
-def encoded_mean_in_shares(numel: int, codec: Encoding, ranks: int) -> bool:
-    """Whether a mean of encoded values sends fewer bytes when each rank sums a share and then shares the sum in fp32.
+#: A part of what is averaged: how many values, and which members have something to say about them.
+Section = tuple[int, Sequence[int]]
 
-    Gathered, everyone gets everyone's values: (R - 1) b n bytes a rank at b bytes a value. In shares, each rank sends
-    every other's share encoded and then its own sum as fp32: (R - 1)/R (b + 4) n. At 4 bits shares win from R = 9.
+
+def encoded_mean_in_shares(numel: int, codec: Encoding, ranks: int, owners: int | None = None) -> bool:
+    """Whether a mean of encoded values sends fewer bytes when each owner sums a share and then shares the sum in fp32.
+
+    With R ranks, O of them owners (default: all), and b bytes a value: gathered, every rank gets every owner's values,
+    O (R - 1) b n bytes in all. In shares, each owner sends the other owners their shares, encoded, and then its own sum
+    to every rank as fp32: ((O - 1) b + 4 (R - 1)) n. With O = R shares win from R = 9 at 4 bits; with O = 1, never.
     """
-    if codec.block == 0:
+    owners = ranks if owners is None else owners
+    if codec.block == 0 or owners == 0:
         return False
-    encoded = sum(codec.nbytes(end - begin) for begin, end in block_shares(numel, codec.block, ranks))
-    return encoded + 4 * numel < ranks * codec.nbytes(numel)
+    encoded = sum(codec.nbytes(end - begin) for begin, end in block_shares(numel, codec.block, owners))
+    return (owners - 1) * encoded + 4 * (ranks - 1) * numel < owners * (ranks - 1) * codec.nbytes(numel)
 
 
 def encoded_mean_bytes(numel: int, codec: Encoding, ranks: int, rank: int = 0) -> int:
     """Bytes that `rank` sends in one mean of `numel` encoded values."""
+    return owned_mean_bytes([(numel, range(ranks))], codec, ranks, rank)
+
+
+def owned_mean_bytes(sections: Sequence[Section], codec: Encoding, ranks: int, rank: int = 0) -> int:
+    """Bytes that `rank` sends in one mean of encoded values, of each section over its owners.
+
+    Of n fp32 values in N sections of R/N owners each, (1 + 1/N - 2/R) 4 n; with zeros for what a rank does not own, in
+    an ordinary mean, (2 - 2/R) 4 n.
+    """
     if ranks == 1:
         return 0
-    if not encoded_mean_in_shares(numel, codec, ranks):
-        return (ranks - 1) * codec.nbytes(numel)
-    sizes = [end - begin for begin, end in block_shares(numel, codec.block, ranks)]
-    others = sum(codec.nbytes(size) for i, size in enumerate(sizes) if i != rank)
-    return others + (ranks - 1) * 4 * sizes[rank]
+    sent = 0
+    for numel, owners in sections:
+        if rank not in owners:
+            continue
+        if encoded_mean_in_shares(numel, codec, ranks, len(owners)):
+            sizes = [end - begin for begin, end in block_shares(numel, codec.block, len(owners))]
+            mine = list(owners).index(rank)
+            sent += sum(codec.nbytes(size) for i, size in enumerate(sizes) if i != mine) + (ranks - 1) * 4 * sizes[mine]
+        else:
+            sent += (ranks - 1) * codec.nbytes(numel)
+    return sent
 
 
 def rounds(steps: int, sync_every_steps: int) -> int:
@@ -148,15 +205,25 @@ class MemoryCount:
         return self.weights + self.gradients + self.optimizer + self.outer_on_device
 
 
-def memory(numel: int, *, inner: str, outer_buffers: int, fetched: int | None = None) -> MemoryCount:
-    """Memory of one replica in fp32: `numel` parameters, and outer buffers of the same size.
+def memory(
+    numel: int,
+    *,
+    inner: str,
+    outer_buffers: int,
+    fetched: int | None = None,
+    trained: int | None = None,
+    gradient_bytes: int = 4,
+) -> MemoryCount:
+    """Memory of one replica: `numel` parameters in fp32, and outer buffers of the same size.
 
     DiLoCo has 2, the parameters last agreed and a momentum; NoLoCo 3, with the mean of its next peers' slow weights.
 
     AdamW keeps two moments a parameter, SGD none (its step counters are not counted). `fetched`: values of the largest
     fragment, where outer state is kept off the accelerator and fetched for a fragment's turn (Streaming DiLoCo,
-    section 2.5); its turns must not coincide with another's.
+    section 2.5); its turns must not coincide with another's. `trained`: values that this replica trains, where it is
+    not all of them; what is frozen has neither gradient nor moments. `gradient_bytes`: 2 where they are in bf16.
     """
+    trained = numel if trained is None else trained
     outer = 4 * numel * outer_buffers
     on_device = outer if fetched is None else 4 * fetched * outer_buffers
-    return MemoryCount(4 * numel, 4 * numel, 8 * numel if inner == "adamw" else 0, outer, on_device)
+    return MemoryCount(4 * numel, gradient_bytes * trained, 8 * trained if inner == "adamw" else 0, outer, on_device)

@@ -28,7 +28,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lowcomm.accounting import block_shares, encoded_mean_in_shares, mean_bytes, shares
+from lowcomm.accounting import Section, block_shares, encoded_mean_in_shares, mean_bytes, shares
 from lowcomm.axis import AxisState, Handle, Lane, Op
 from lowcomm.codecs import Codec
 from lowcomm.config import CommConfig, ConfigError
@@ -140,6 +140,7 @@ class World:
         seed: int = 0,
         axis: Axis = "replica",
         group: Sequence[int] | None = None,
+        sections: Sequence[Section] | None = None,
         ahead: bool = False,
     ) -> Handle:
         """Replace flat fp32 `x` by the mean of decode(encode(x)) over the axis; leave `x` alone until `wait()`.
@@ -147,38 +148,50 @@ class World:
         Each value is encoded once, by its owner, and summed in fp32 in rank order. Encoded values are gathered, or
         reduced in shares whose sums travel as fp32, whichever sends fewer bytes; the result is the same bit for bit.
 
-        With a `group` (indices on the axis) the mean is over its members, who alone take part. `ahead`: what is not
-        needed yet; it holds up no verb that is, and waits for none.
+        With a `group` (indices on the axis) the mean is over its members, who alone take part. With `sections`, in the
+        order of `x`, each is the mean over those of its owners (indices on the axis) who are members, zero where there
+        are none; all members get all of it, and nobody sends what it does not own. `ahead`: what is not needed yet; it
+        holds up no verb that is, and waits for none.
         """
         state = self._axes[axis]
         members = self._members(state, group)
-        if len(members) == 1:
-            return self.done(x.copy_(codec.decode(codec.encode(x, seed), x.numel())))
-        to, source = _rotation(members, state.index)
-        in_shares = encoded_mean_in_shares(x.numel(), codec, len(members))
-        shared = block_shares(x.numel(), codec.block, len(members)) if in_shares else [(0, x.numel())] * len(members)
-        bounds = dict(zip(members, shared, strict=True))
+        parts, begin = [], 0
+        for index, (numel, owners) in enumerate(sections or [(x.numel(), members)]):
+            among = [i for i in members if i in owners]
+            parts.append(_Section(x[begin : begin + numel], codec, among, len(members), seed + (index << 32)))
+            begin += numel
+        if begin != x.numel():
+            raise ValueError(f"sections hold {begin} values, x {x.numel()}")
+        me = state.index
+        to, source = _rotation(members, me)
 
         def body(op: Op) -> Tensor:
-            own = x[slice(*bounds[state.index])]
-            if in_shares:
-                packed = {i: codec.encode(x[slice(*b)], seed) for i, b in bounds.items()}
-            else:
-                packed = dict.fromkeys(members, codec.encode(x, seed))
-            taken = op.swap([(i, packed[i]) for i in to], [(i, None) for i in source])
-            part_of = dict(zip(source, taken, strict=True)) | {state.index: packed[state.index]}
-            for i in members:
-                if part_of[i].numel() != codec.nbytes(own.numel()):
-                    raise CommError(f"rank {state.ranks[i]} sent {part_of[i].numel()} bytes for {own.numel()} values")
-            total = codec.decode(part_of[members[0]], own.numel())
-            for i in members[1:]:
-                part = codec.decode(part_of[i], own.numel())
-                total = torch.add(total, part, out=part)
-            torch.div(total, len(members), out=own)
-            if in_shares:
-                op.swap([(i, own) for i in to], [(i, x[slice(*bounds[i])]) for i in source], agreed=True)
+            packed = {i: [part.packed(me, i) for part in parts if part.meet(me, i)] for i in members}
+            sizes = {i: [part.nbytes(me) for part in parts if part.meet(i, me)] for i in members}
+            from_ = [i for i in source if sizes[i]]
+            taken = op.swap([(i, _joined(packed[i])) for i in to if packed[i]], [(i, None) for i in from_])
+            arrived = {me: iter(packed[me])}
+            for i, message in zip(from_, taken, strict=True):
+                if message.numel() != sum(sizes[i]):
+                    raise CommError(f"rank {state.ranks[i]} sent {message.numel()} bytes instead of {sum(sizes[i])}")
+                arrived[i] = iter(message.split(sizes[i]))
+            for part in parts:
+                part.reduce(me, [next(arrived[i]) for i in part.owners if part.meet(i, me)])
+            shared = {i: [part.share(i) for part in parts if part.in_shares and i in part.owners] for i in members}
+            if any(shared.values()):
+                from_ = [i for i in source if shared[i]]
+                # One share is received in its place, several together.
+                into = [(i, _joined(shared[i])) for i in from_]
+                op.swap([(i, _joined(shared[me])) for i in to if shared[me]], into, agreed=True)
+                for i, message in into:
+                    if len(shared[i]) > 1:
+                        torch._foreach_copy_(shared[i], message.split([s.numel() for s in shared[i]]))
             return x
 
+        if len(members) == 1:
+            for part in parts:
+                part.reduce(me, [part.packed(me, me)] if part.owners else [])
+            return self.done(x)
         lane: Lane = "ahead" if ahead else "main"
         named = self._named(state, "encoded mean", members, lane)
         return state.submit(named, purpose, _like(x), body, members=members, lane=lane)
@@ -377,6 +390,54 @@ class World:
         future: Future = Future()
         future.set_result(value)
         return Handle(self, future, None)
+
+
+class _Section:
+    """One section of an encoded mean: values `x`, and those members who own them."""
+
+    def __init__(self, x: Tensor, codec: Codec, owners: list[int], members: int, seed: int):
+        self.x, self.codec, self.owners, self.seed = x, codec, owners, seed
+        self.in_shares = encoded_mean_in_shares(x.numel(), codec, members, len(owners))
+        bounds = block_shares(x.numel(), codec.block, len(owners)) if self.in_shares else []
+        self._bounds = dict(zip(owners, bounds, strict=False))
+        self._whole: Tensor | None = None  # encoded
+
+    def meet(self, sender: int, receiver: int) -> bool:
+        """Whether one sends the other encoded values."""
+        return sender in self.owners and (receiver in self.owners or not self.in_shares)
+
+    def share(self, i: int) -> Tensor:
+        """What `i` reduces: its share, or all where every member does."""
+        return self.x[slice(*self._bounds[i])] if self.in_shares else self.x
+
+    def packed(self, me: int, i: int) -> Tensor:
+        """What this rank says, encoded, of what `i` reduces."""
+        if self.in_shares:
+            return self.codec.encode(self.share(i), self.seed)
+        if self._whole is None:
+            self._whole = self.codec.encode(self.x, self.seed)
+        return self._whole
+
+    def nbytes(self, me: int) -> int:
+        """Of each message of what this rank reduces."""
+        return self.codec.nbytes(self.share(me).numel())
+
+    def reduce(self, me: int, messages: list[Tensor]) -> None:
+        """The mean of what the owners say, in their order, into its place."""
+        if not self.owners:
+            self.x.zero_()
+        if not messages:
+            return
+        own = self.share(me)
+        total = self.codec.decode(messages[0], own.numel())
+        for message in messages[1:]:
+            part = self.codec.decode(message, own.numel())
+            total = torch.add(total, part, out=part)
+        torch.div(total, len(messages), out=own)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _rotation(members: list[int], index: int) -> tuple[list[int], list[int]]:

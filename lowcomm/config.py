@@ -99,7 +99,12 @@ class MethodConfig:
     """One point in the space of independent choices."""
 
     exchange: Literal["gradients", "fsdp", "parameters", "none"]
-    trainable: Literal["all", "next_fragment"] = "all"  # next_fragment: the others are frozen, as in FedPart
+    #: next_fragment: the others are frozen, as in FedPart. slice: a part of some matrices, another on each replica.
+    trainable: Literal["all", "next_fragment", "slice"] = "all"
+    slices: int = 1  # N; only for trainable = slice, as the next two
+    sliced: tuple[Literal["mlp", "heads", "out", "layers"], ...] = ()
+    #: Through which slices of an MLP gradients reach its input: all, the replica's own, or that and a random one.
+    input_gradients: Literal["all", "own", "own_and_random"] = "all"
     sync_every_steps: int = 1  # H; only for exchange = parameters
     peers: Literal["all", "group"] = "all"
     group_size: int = 2  # n; only for peers = group
@@ -109,7 +114,7 @@ class MethodConfig:
     outer_lr: float = 1.0
     outer_momentum: float = 0.0
     outer_pull: float = 0.0  # gamma, towards the peers' slow weights; only for outer = noloco
-    fragments: Literal["whole", "sequential", "strided"] = "whole"
+    fragments: Literal["whole", "sequential", "strided", "slices"] = "whole"
     layers_per_fragment: int = 3
     overlap_steps: tuple[int, ...] = (0,)  # tau: of all replicas, or one for each
     mixing: float = 0.0  # alpha, weight of the replica's own parameters
@@ -157,6 +162,7 @@ _LEAST: dict[str, float] = {
     "train.eps": 0,
     "train.weight_decay": 0,
     "train.clip_norm": 0,
+    "method.slices": 1,
     "method.group_size": 2,
     "method.outer_lr": 0,
     "method.outer_momentum": 0,
@@ -233,6 +239,7 @@ class RunConfig:
             )
         self._check_pipeline()
         if m.exchange == "parameters":
+            self._check_slices()
             self._check_overlap()
             self._check_group()
         if m.trainable == "next_fragment" and t.compile:
@@ -275,6 +282,38 @@ class RunConfig:
             )
         if self.stages == 1 and m.route != "fixed":
             raise ConfigError(f"method.route = {m.route} means nothing with one stage")
+
+    def _check_slices(self) -> None:
+        m, c = self.method, self.model
+        if m.trainable != "slice":
+            for key, default in (("slices", 1), ("sliced", ()), ("input_gradients", "all")):
+                if getattr(m, key) != default:
+                    raise ConfigError(f"method.{key} means nothing with method.trainable = {m.trainable}")
+            if m.fragments == "slices":
+                raise ConfigError(f"method.fragments = slices means nothing with method.trainable = {m.trainable}")
+            return
+        if not m.sliced or len(set(m.sliced)) < len(m.sliced) or {"mlp", "layers"} <= set(m.sliced):
+            raise ConfigError(
+                f"method.sliced = {list(m.sliced)} must name what is sliced, once: mlp or layers, heads, out"
+            )
+        counts = {"replicas": self.replicas}
+        if "mlp" in m.sliced:
+            counts["model.ffn_dim"] = c.ffn_dim
+        if "layers" in m.sliced:
+            counts["model.layers"] = c.layers
+        if {"heads", "out"} & set(m.sliced):
+            counts |= {"model.heads": c.heads, "model.kv_heads": c.key_value_heads}
+        for key, count in counts.items():
+            if count % m.slices:
+                raise ConfigError(f"method.slices = {m.slices} does not divide {key} = {count}")
+        if m.input_gradients != "all" and "mlp" not in m.sliced:
+            raise ConfigError(f"method.input_gradients = {m.input_gradients} needs mlp in method.sliced")
+        if m.input_gradients != "all" and m.slices == 1:
+            raise ConfigError(f"method.input_gradients = {m.input_gradients} needs two slices or more")
+        if m.input_gradients == "own_and_random" and self.train.compile:
+            raise ConfigError(
+                "train.compile must be false where input_gradients = own_and_random: each step is another"
+            )
 
     def _check_group(self) -> None:
         m = self.method
@@ -320,18 +359,20 @@ class RunConfig:
                     f" {m.sync_every_steps}: a fragment is back before it is sent again"
                 )
         counts = [1]
-        if m.fragments == "whole":
+        if m.fragments in ("whole", "slices"):
             if m.layers_per_fragment != MethodConfig.layers_per_fragment:
-                raise ConfigError("method.layers_per_fragment means nothing with method.fragments = whole")
+                raise ConfigError(f"method.layers_per_fragment means nothing with method.fragments = {m.fragments}")
             if m.trainable == "next_fragment":
                 raise ConfigError("method.trainable = next_fragment means nothing with method.fragments = whole")
+            if m.fragments == "slices":
+                counts = [m.slices + 1]
         else:
             counts = [self._fragments(stage) for stage in range(self.stages)]
         h, count = m.sync_every_steps, max(counts)
         if count > h:
             raise ConfigError(
-                f"method.sync_every_steps = {h} is too short for {count} fragments (one is the embedding's) of"
-                f" {m.layers_per_fragment} layers to take turns"
+                f"method.sync_every_steps = {h} is too short for {count} fragments (one is of what is in no"
+                f" {'slice' if m.fragments == 'slices' else 'layer'}) to take turns"
             )
         first, count = max((h + (p - 1) * (h // p), p) for p in counts)
         if not m.close_last_round and first > self.train.steps:

@@ -36,11 +36,12 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from lowcomm.accounting import mean_bytes
+from lowcomm.accounting import Section, mean_bytes
 from lowcomm.codecs import make_codec
 from lowcomm.comm import World
 from lowcomm.config import MethodConfig, TrainConfig
 from lowcomm.fragment import Fragment, flatten, unflatten_into
+from lowcomm.partial import pieces
 from lowcomm.peers import make_peers
 from lowcomm.streaming import Schedule, parameter_fragments
 
@@ -217,12 +218,29 @@ class LocalUpdates:
         self.world, self.method, self.steps, self.seed = world, method, train.steps, seed
         self.peers, self.codec = make_peers(method, seed), make_codec(method.codec, method.codec_keep)
         self.one_model = method.peers == "all"
-        named = dict(model.named_parameters())
-        groups = parameter_fragments(list(named), method.fragments, method.layers_per_fragment)
-        self.fragments = [Fragment({n: named[n] for n in names}, method) for names in groups]
+        self.named = dict(model.named_parameters())
+        parts = pieces(model, model.config.layers, method.sliced, method.slices)
+        self.pieces = {piece.name: piece for piece in parts}
+        groups = parameter_fragments(list(self.pieces), method.fragments, method.layers_per_fragment)
+        self.fragments, self.sections = [], []
+        for names in groups:
+            names.sort(key=lambda n: -1 if self.pieces[n].owner is None else self.pieces[n].owner)
+            self.fragments.append(Fragment({n: self._piece(self.named, n) for n in names}, method))
+            self.sections.append(self._owners(names))
         self.schedule = Schedule(len(groups), method.sync_every_steps)
         self.overlap = method.overlap_steps[world.replica % len(method.overlap_steps)]
-        self.order = list(named)
+
+    def _piece(self, of: dict[str, Tensor], name: str) -> Tensor:
+        piece = self.pieces[name]
+        return piece.of(of[piece.parameter])
+
+    def _owners(self, names: list[str]) -> list[Section]:
+        """Of the parameters of a fragment, in order: how many each slice has, and which replicas train it."""
+        replicas, slices, found = range(self.world.replicas), self.method.slices, []
+        for owner, some in itertools.groupby(names, lambda n: self.pieces[n].owner):
+            numel = sum(self._piece(self.named, n).numel() for n in some)
+            found.append((numel, replicas if owner is None else replicas[owner::slices]))
+        return found
 
     def before_step(self, step: int) -> None:
         """Begin to fetch the outer state that this step's turns need; freeze and thaw."""
@@ -265,7 +283,10 @@ class LocalUpdates:
         turn = (step * len(self.fragments) + index) * self.world.replicas + self.world.replica
         seed = self.seed << 40 | turn  # of the codec's random choices: others at each turn of each replica
         which = (index, fragment.turns)
-        fragment.under_way = self.peers.mean_async(self.world, sent, self.codec, which, purpose="outer", seed=seed)
+        sections = self.sections[index] if self.method.trainable == "slice" else None
+        fragment.under_way = self.peers.mean_async(
+            self.world, sent, self.codec, which, purpose="outer", seed=seed, sections=sections
+        )
         fragment.turns += 1
         fragment.due = step + self.overlap
         if self.overlap:
@@ -309,7 +330,10 @@ class LocalUpdates:
             if not self.one_model:
                 agreed = self.world.mean(agreed.to(self.world.device, copy=True), purpose="analysis")
             values |= f.values(agreed)
-        return {n: values[n] for n in self.order}
+        whole = {n: torch.empty(p.shape, dtype=torch.float32, device=agreed.device) for n, p in self.named.items()}
+        for name, value in values.items():
+            self._piece(whole, name).copy_(value)
+        return whole
 
     def state(self) -> dict[str, Tensor]:
         state = {}
@@ -341,8 +365,9 @@ class LocalUpdates:
         for index, fragment in enumerate(self.fragments):
             for turn in range(self._turns(index)):
                 met = (index, turn), world.replicas, world.replica
-                found["outer"] += self.peers.sent_bytes(fragment.numel, self.codec, *met)
+                found["outer"] += self.peers.sent_bytes(self.sections[index], self.codec, *met)
                 if fragment.outer.needs_peers and turn:
-                    slow = self.peers.sent_bytes(fragment.numel, make_codec("fp32"), *met)
+                    everyone = [(fragment.numel, range(world.replicas))]
+                    slow = self.peers.sent_bytes(everyone, make_codec("fp32"), *met)
                     found["slow weights"] = found.get("slow weights", 0) + slow
         return found

@@ -6,11 +6,12 @@ To add a rule, write a class with `mean_async` and `sent_bytes` here and enter i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
 
-from lowcomm.accounting import encoded_mean_bytes, mean_bytes
+from lowcomm.accounting import Section, mean_bytes, owned_mean_bytes
 from lowcomm.axis import Handle
 from lowcomm.codecs import Codec, refuse_non_finite
 from lowcomm.comm import World
@@ -25,15 +26,24 @@ class Peers(Protocol):
     """A rule for one exchange of a flat fp32 tensor."""
 
     def mean_async(
-        self, world: World, x: Tensor, codec: Codec, turn: Turn, *, purpose: str, seed: int = 0, ahead: bool = False
+        self,
+        world: World,
+        x: Tensor,
+        codec: Codec,
+        turn: Turn,
+        *,
+        purpose: str,
+        seed: int = 0,
+        sections: Sequence[Section] | None = None,
+        ahead: bool = False,
     ) -> Handle:
         """Replace `x` [n] fp32 by the mean over this replica's peers; `seed` is the codec's. NaN is refused.
 
-        `ahead`: as in `World.encoded_mean_async`.
+        `sections`, `ahead`: as in `World.encoded_mean_async`.
         """
         ...
 
-    def sent_bytes(self, numel: int, codec: Codec, turn: Turn, replicas: int, replica: int) -> int:
+    def sent_bytes(self, sections: Sequence[Section], codec: Codec, turn: Turn, replicas: int, replica: int) -> int:
         """Closed form of the bytes that `replica` sends in one such mean."""
         ...
 
@@ -42,17 +52,26 @@ class AllReplicas:
     """Everyone with everyone."""
 
     def mean_async(
-        self, world: World, x: Tensor, codec: Codec, turn: Turn, *, purpose: str, seed: int = 0, ahead: bool = False
+        self,
+        world: World,
+        x: Tensor,
+        codec: Codec,
+        turn: Turn,
+        *,
+        purpose: str,
+        seed: int = 0,
+        sections: Sequence[Section] | None = None,
+        ahead: bool = False,
     ) -> Handle:
-        if codec.lossless and not ahead:
+        if codec.lossless and sections is None and not ahead:
             refuse_non_finite(x, x.abs().max())
             return world.mean_async(x, purpose=purpose)
-        return world.encoded_mean_async(x, codec, purpose=purpose, seed=seed, ahead=ahead)
+        return world.encoded_mean_async(x, codec, purpose=purpose, seed=seed, sections=sections, ahead=ahead)
 
-    def sent_bytes(self, numel: int, codec: Codec, turn: Turn, replicas: int, replica: int) -> int:
-        if codec.lossless:
-            return mean_bytes(numel, 4, replicas, replica)
-        return encoded_mean_bytes(numel, codec, replicas, replica)
+    def sent_bytes(self, sections: Sequence[Section], codec: Codec, turn: Turn, replicas: int, replica: int) -> int:
+        if codec.lossless and len(sections) == 1:
+            return mean_bytes(sections[0][0], 4, replicas, replica)
+        return owned_mean_bytes(sections, codec, replicas, replica)
 
 
 class RandomGroup:
@@ -66,14 +85,26 @@ class RandomGroup:
         return group_of(replica, self.seed, turn, replicas, self.size)
 
     def mean_async(
-        self, world: World, x: Tensor, codec: Codec, turn: Turn, *, purpose: str, seed: int = 0, ahead: bool = False
+        self,
+        world: World,
+        x: Tensor,
+        codec: Codec,
+        turn: Turn,
+        *,
+        purpose: str,
+        seed: int = 0,
+        sections: Sequence[Section] | None = None,
+        ahead: bool = False,
     ) -> Handle:
         group = self.members(turn, world.replicas, world.replica)
-        return world.encoded_mean_async(x, codec, purpose=purpose, seed=seed, group=group, ahead=ahead)
+        return world.encoded_mean_async(
+            x, codec, purpose=purpose, seed=seed, group=group, sections=sections, ahead=ahead
+        )
 
-    def sent_bytes(self, numel: int, codec: Codec, turn: Turn, replicas: int, replica: int) -> int:
+    def sent_bytes(self, sections: Sequence[Section], codec: Codec, turn: Turn, replicas: int, replica: int) -> int:
         group = self.members(turn, replicas, replica)
-        return encoded_mean_bytes(numel, codec, len(group), group.index(replica))
+        among = [(numel, [i for i, r in enumerate(group) if r in owners]) for numel, owners in sections]
+        return owned_mean_bytes(among, codec, len(group), group.index(replica))
 
 
 def make_peers(method: MethodConfig, seed: int) -> Peers:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,49 @@ def verdict(holds: bool | None, *, judged: bool = True) -> str:
     if not judged:
         return "Not judged (one seed)"
     return {True: "Borne out", False: "Not borne out", None: "Not resolved"}[holds]
+
+
+class Comparison:
+    """Runs side by side, and which of their differences the seeds resolve.
+
+    Args:
+        runs: the summaries (one a seed) of each cell, by any key.
+
+    Attributes:
+        loss: each cell's mean validation loss.
+        noise: standard deviation over seeds of a single run, pooled over all cells with several; NaN without any.
+        judged: whether there is such a cell.
+    """
+
+    def __init__(self, runs: Mapping[Any, Sequence[dict[str, Any]]]):
+        self.runs = runs
+        self.losses = {key: [s["val_loss"] for s in some] for key, some in runs.items()}
+        self.loss = {key: statistics.mean(values) for key, values in self.losses.items()}
+        variances = [spread(values) ** 2 for values in self.losses.values() if len(values) > 1]
+        self.judged = bool(variances)
+        self.noise = math.sqrt(statistics.mean(variances)) if variances else float("nan")
+
+    def resolved(self, a: Any, b: Any) -> float:
+        """The least difference of two cells that is told from noise: two standard deviations of it."""
+        return 2 * self.noise * math.sqrt(1 / len(self.losses[a]) + 1 / len(self.losses[b]))
+
+    def above(self, a: Any, b: Any) -> bool | None:
+        """Whether the loss of `a` is higher (True) or lower (False) than of `b`; None within the noise."""
+        difference = self.loss[a] - self.loss[b]
+        return difference > 0 if self.judged and abs(difference) > self.resolved(a, b) else None
+
+    def difference(self, a: Any, b: Any) -> str:
+        """'+0.123', or '+0.012 (not resolved)': the loss of `a` less that of `b`."""
+        told = f"{self.loss[a] - self.loss[b]:+.3f}"
+        return told + (" (not resolved)" if self.judged and self.above(a, b) is None else "")
+
+    def told(self, key: Any) -> str:
+        """'3.412 ± 0.008 (3)'."""
+        return plus_minus(self.losses[key])
+
+    def verdict(self, holds: bool | None) -> str:
+        """As the function."""
+        return verdict(holds, judged=self.judged)
 
 
 def si_bytes(nbytes: float) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-_GROUPS, _ROUTES = 1, 2
+_GROUPS, _ROUTES, _SLICES = 1, 2, 3
 
 
 def _permutation(count: int, *key: int) -> list[int]:
@@ -63,3 +63,8 @@ def fixed_route(stages: int, replicas: int) -> Route:
 def random_route(seed: int, step: int, micro_batch: int, stages: int, replicas: int) -> Route:
     """A permutation of the replicas at each boundary (NoLoCo, section 3.1): every replica has as much to do."""
     return Route(tuple(tuple(_permutation(replicas, seed, _ROUTES, step, micro_batch, b)) for b in range(stages - 1)))
+
+
+def random_slice(seed: int, step: int, replica: int, own: int, slices: int) -> int:
+    """A slice other than `own`, for a replica at a step (Partial Parameter Updates, appendix D)."""
+    return next(i for i in _permutation(slices, seed, _SLICES, step, replica) if i != own)

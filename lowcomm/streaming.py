@@ -47,10 +47,14 @@ def parameter_fragments(names: list[str], fragments: str, layers_per_fragment: i
     """Parameter names of each fragment: "whole", or layers in a `Pattern` and, last, what belongs to no layer, if any.
 
     A parameter of layer i is named "blocks.i...."; the others are the embedding, the final norm and the head. Of a
-    pipeline's stage, the layers are its own.
+    pipeline's stage, the layers are its own. With "slices", those of slice i end in "[i]", and the last fragment is
+    what is in none (Partial Parameter Updates, appendix A.1).
     """
     if fragments == "whole":
         return [names]
+    if fragments == "slices":
+        ends = sorted({n[n.index("[") :] for n in names if "[" in n}, key=lambda end: int(end[1:-1]))
+        return [[n for n in names if n.endswith(end)] for end in ends] + [[n for n in names if "[" not in n]]
     layer_of = {n: int(n.split(".")[1]) for n in names if n.startswith("blocks.")}
     layers = sorted(set(layer_of.values()))
     groups = [{layers[i] for i in group} for group in layer_fragments(len(layers), layers_per_fragment, fragments)]

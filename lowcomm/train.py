@@ -172,7 +172,16 @@ def _finish(trainer: Trainer, checkpoints: Checkpoints, out: Path, times: Path) 
     train_loss = (everyone[:, 0].sum() / everyone[:, 1].sum()).item()
     val_loss = rows[-1]["val_loss"]
     tokens = t.steps * t.global_batch * t.seq_len
-    flops = training_flops(config.model, t.steps * t.global_batch, t.seq_len)
+    m = config.method
+    flops = training_flops(
+        config.model,
+        t.steps * t.global_batch,
+        t.seq_len,
+        sliced=m.sliced,
+        slices=m.slices,
+        through={"all": None, "own": 1, "own_and_random": 2}[m.input_gradients],
+        recompute=t.recompute,
+    )
     summary = {
         "complete": True,
         "run": config.to_dict(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,7 +16,9 @@ from lowcomm.config import ConfigError, RunConfig, TrainConfig
 from lowcomm.data import TokenData
 from lowcomm.model import Decoder
 from lowcomm.outer import DataParallel, Engine, Evaluated, Independent, LocalUpdates, weight_spread
+from lowcomm.partial import detach_others, pieces, train_slice
 from lowcomm.pipeline import Pipeline
+from lowcomm.routing import random_slice
 
 
 def learning_rate(step: int, t: TrainConfig) -> float:
@@ -29,10 +32,11 @@ def learning_rate(step: int, t: TrainConfig) -> float:
     return t.lr * (t.final_lr_fraction + (1 - t.final_lr_fraction) * shape)
 
 
-def inner_optimizer(model: torch.nn.Module, t: TrainConfig) -> torch.optim.Optimizer:
-    """AdamW or SGD over all parameters; weight decay on matrices alone."""
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
-    vectors = [p for p in model.parameters() if p.dim() < 2]
+def inner_optimizer(parameters: Iterable[Tensor], t: TrainConfig) -> torch.optim.Optimizer:
+    """AdamW or SGD; weight decay on matrices alone."""
+    parameters = list(parameters)
+    matrices = [p for p in parameters if p.dim() >= 2]
+    vectors = [p for p in parameters if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": t.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     if t.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=t.lr)
@@ -78,8 +82,15 @@ class Trainer:
             torch.cuda.reset_peak_memory_stats(world.device)
         self.model = Decoder(config.model).initialise(config.seed).cut(world.stage, world.stages).to(world.device)
         self.model.recompute = config.train.recompute
+        #: What the inner optimizer updates, by the names of the parameters; slices share the memory of the whole.
+        self.trained: dict[str, Tensor] = {}
+        self.slice, m = world.replica % config.method.slices, config.method
+        if m.trainable == "slice":
+            parts = pieces(self.model, config.model.layers, m.sliced, m.slices)
+            self.trained = train_slice(self.model, parts, self.slice)
         self.engine = make_engine(self.model, world, config)
-        self.optimizer = inner_optimizer(self.model, config.train)
+        self.trained = self.trained or dict(self.model.named_parameters())
+        self.optimizer = inner_optimizer(self.trained.values(), config.train)
         self.losses = torch.compile(self.model.losses) if config.train.compile else self.model.losses
         self.pipeline = None
         if world.stages > 1:
@@ -105,6 +116,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.engine.before_step(step)
+        self._detach(step)
 
         @functools.cache
         def batch(replica: int) -> Tensor:
@@ -123,6 +135,16 @@ class Trainer:
             row["loss"] = torch.stack(entropies).mean() if len(entropies) > 1 else entropies[0]
         return row
 
+    def _detach(self, step: int) -> None:
+        """Choose the slices through which gradients pass in this step."""
+        m, own = self.config.method, self.slice
+        if m.input_gradients == "all":
+            return
+        kept = {own}
+        if m.input_gradients == "own_and_random":
+            kept.add(random_slice(self.config.seed, step, self.world.replica, own, m.slices))
+        detach_others(self.model, sorted(kept), m.slices)
+
     def _accumulate(self, tokens: Tensor) -> list[Tensor]:
         """Forward and backward of a whole model, micro-batch by micro-batch; returns the cross-entropy of each."""
         count, entropies = self.config.train.accumulation, []
@@ -138,7 +160,7 @@ class Trainer:
 
         The norm is of the whole model: of a pipeline, of all stages of one replica, whatever the routes.
         """
-        grads = [_local(p.grad) for p in self.model.parameters() if p.grad is not None]
+        grads = [_local(p.grad) for p in self.trained.values() if p.grad is not None]
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
         if self.config.method.exchange == "fsdp":
             norm = self.world.sum(norm.square().reshape(1), purpose="fsdp norm").sqrt()[0]
@@ -217,7 +239,7 @@ class Trainer:
     def tensors(self) -> dict[str, Tensor]:
         """All state of this rank, by name: model, inner optimizer, engine."""
         named = {f"model/{n}": _local(p) for n, p in self.model.named_parameters()}
-        for name, p in self.model.named_parameters():
+        for name, p in self.trained.items():
             for key, value in self.optimizer.state.get(p, {}).items():
                 named[f"inner/{name}/{key}"] = _local(value)
         return named | {f"engine/{n}": b for n, b in self.engine.state().items()}
@@ -227,6 +249,7 @@ class Trainer:
         """Put back what `tensors` gave."""
         for name, p in self.model.named_parameters():
             _local(p).copy_(tensors[f"model/{name}"])
+        for name, p in self.trained.items():
             prefix = f"inner/{name}/"
             state = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
             for key, value in state.items():

@@ -64,7 +64,7 @@ def trainer_and_engine() -> tuple[list[float], list[float]]:
     t = config.train
     data = TokenData(folder, seq_len=t.seq_len, global_batch=t.global_batch, seed=0)
     model = Decoder(config.model).initialise(0)
-    optimizer = inner_optimizer(model, t)
+    optimizer = inner_optimizer(model.parameters(), t)
     parameters = list(model.parameters())
 
     def bare_block() -> float:
