@@ -3,18 +3,19 @@
     python -m lowcomm.forked 8 noloco --all
 
 torchrun starts a Python for each rank, and each of them imports torch: three seconds of a core, so that 16 ranks on two
-cores begin after most of a minute. Here torch's elastic agent, which is what torchrun starts too, imports first and
-then forks. Where there are GPUs it starts each rank anew, as CUDA does not survive a fork.
+cores begin after most of a minute. Here torch's elastic agent, which is what torchrun starts too, has them forked by a
+server that has imported all of it and has no threads. (The agent has, and what is forked while one of them holds a lock
+waits for it for ever.) Where there are GPUs it starts each rank anew.
 """
 
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import sys
 import uuid
 
 import torch
-import torch._dynamo  # torch.optim imports it at first use
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -24,6 +25,7 @@ from lowcomm.train import main as train
 def main(argv: list[str]) -> int:
     """The number of ranks, then what `lowcomm.train` takes; returns the exit status."""
     ranks, *words = argv
+    multiprocessing.set_forkserver_preload(["lowcomm.train", "torch._dynamo"])  # torch.optim imports the latter late
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -32,7 +34,7 @@ def main(argv: list[str]) -> int:
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         max_restarts=0,
-        start_method="spawn" if torch.cuda.device_count() else "fork",
+        start_method="spawn" if torch.cuda.device_count() else "forkserver",
     )
     try:
         elastic_launch(config, train)(words)
