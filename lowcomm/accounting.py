@@ -92,7 +92,8 @@ def training_flops(
 
     Where a replica trains a slice (Partial Parameter Updates, appendix C.2), gradients with respect to weights take
     2BT a trained one; with respect to the inputs of MLPs, `through` / `slices` of theirs, where they pass through so
-    many slices alone (appendix D). With `recompute`, blocks are computed forward once more.
+    many slices alone (appendix D). With `recompute`, blocks are computed forward once more; up to their last product,
+    whose result nobody needs, but torch skips that only where it is not sliced.
     """
     forward, bt = forward_flops(c, sequences, tokens), sequences * tokens
     whole, trained = parameters(c), trained_parameters(c, sliced, slices)
@@ -100,8 +101,9 @@ def training_flops(
     inputs = forward
     if through is not None:
         inputs -= 2 * bt * (whole.mlp - whole.mlp * through // slices)
-    head = 2 * bt * c.dim * c.vocab_size
-    return forward + inputs + weights + (forward - head if recompute else 0)
+    skips = not ("mlp" in sliced and slices > 1)
+    once = 2 * bt * c.dim * (c.vocab_size + c.layers * c.ffn_dim * skips)  # the head, and W_down
+    return forward + inputs + weights + (forward - once if recompute else 0)
 
 
 def shares(numel: int, ranks: int) -> list[tuple[int, int]]:

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from lowcomm.accounting import Section, mean_bytes, owned_mean_bytes
+from lowcomm.accounting import Section, owned_mean_bytes
 from lowcomm.axis import Handle
 from lowcomm.codecs import Codec, refuse_non_finite
 from lowcomm.comm import World
@@ -69,8 +69,6 @@ class AllReplicas:
         return world.encoded_mean_async(x, codec, purpose=purpose, seed=seed, sections=sections, ahead=ahead)
 
     def sent_bytes(self, sections: Sequence[Section], codec: Codec, turn: Turn, replicas: int, replica: int) -> int:
-        if codec.lossless and len(sections) == 1:
-            return mean_bytes(sections[0][0], 4, replicas, replica)
         return owned_mean_bytes(sections, codec, replicas, replica)
 
 

@@ -8,9 +8,11 @@
    like: `World.sum` over the bare all-reduce, `World.mean` over the all-reduce and a division.
 4. E3M0 to and from bytes, on the GPU or one core: its speed as a share of a memory copy's, and the seconds of a plain
    PyTorch expression of the same over its own.
+5. The seconds of a training step in which 1/4 of the MLPs and heads are trained over those of a full one, at a width
+   where computing is all there is; beside it the ratio of their FLOPs.
 
-In 1 the two alternate in blocks inside one process, in 3 call by call inside the same ranks, so that a
-machine whose speed drifts slows both. Medians are quoted, with the quartiles.
+In 1 the two alternate in blocks inside one process, in 3 call by call inside the same ranks, in 5 step by step, so that
+a machine whose speed drifts slows both. Medians are quoted, with the quartiles.
 """
 
 from __future__ import annotations
@@ -28,12 +30,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from lowcomm.accounting import training_flops
 from lowcomm.bits import BLOCK as CODEC_BLOCK
 from lowcomm.codecs import SmallFloat, make_codec
 from lowcomm.config import ROOT
 from lowcomm.data import TokenData, prepared
-from lowcomm.model import Decoder
+from lowcomm.model import Decoder, ModelConfig
 from lowcomm.params import run_config
+from lowcomm.partial import pieces, train_slice
 from lowcomm.ranks import default_device, world_from_torchrun
 from lowcomm.train import train_in_threads
 from lowcomm.trainer import Trainer, inner_optimizer
@@ -120,6 +124,36 @@ def _time_engine(trainer: Trainer, shares: list[float]) -> None:
         return row
 
     trainer.step = timed_step
+
+
+#: Of item 5: wide enough that products of matrices are all that takes time; few words, so that layers count.
+WIDE = ModelConfig(dim=768, layers=4, heads=12, ffn_dim=3072, vocab_size=2048, seq_len=512, mlp="relu")
+SLICED, SLICES = ("mlp", "heads"), 4
+
+
+def sliced_step(pairs: int = 12) -> tuple[list[float], float]:
+    """(seconds of a sliced step over those of a full one, a value a pair of steps; the ratio of their FLOPs)."""
+    device = default_device()
+    tokens = torch.randint(0, WIDE.vocab_size, (2, WIDE.seq_len + 1), device=device)
+    steps = []
+    for sliced in ((), SLICED):
+        model = Decoder(WIDE).initialise(0).to(device)
+        trained = train_slice(model, pieces(model, WIDE.layers, sliced, SLICES), 0)
+        optimizer = torch.optim.AdamW(trained.values(), fused=True)
+
+        def step(model: Decoder = model, optimizer: torch.optim.Optimizer = optimizer) -> float:
+            begin = time.perf_counter()
+            model.losses(tokens[:, :-1], tokens[:, 1:])[0].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            return time.perf_counter() - begin
+
+        steps.append(step)
+    ratios = [steps[1]() / steps[0]() for _ in range(pairs + 2)][2:]
+    flops = training_flops(WIDE, 2, WIDE.seq_len, sliced=SLICED, slices=SLICES)
+    return ratios, flops / training_flops(WIDE, 2, WIDE.seq_len)
 
 
 def exchange_ranks() -> None:
@@ -215,6 +249,10 @@ def main() -> int:
     for name, (share, faster) in codec_speed().items():
         print(f"| E3M0 {name} over a memory copy of the fp32 values, speed | {quartiles(share)} | at least 0.25 |")
         print(f"| plain PyTorch's seconds over ours, E3M0 {name} | {quartiles(faster)} | at least 3 |")
+    ratios, flops = sliced_step()
+    print(
+        f"| seconds of a step with 1/4 MLP + 1/4 heads over a full one's | {quartiles(ratios)} | FLOPs: {flops:.3f} |"
+    )
     for ranks in RANKS:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}

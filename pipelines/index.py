@@ -25,6 +25,7 @@ TITLES = {
     "data": "Corpora",
     "streaming_diloco": "Streaming DiLoCo (arXiv:2501.18512)",
     "noloco": "NoLoCo (arXiv:2506.10911)",
+    "partial_updates": "Partial Parameter Updates (arXiv:2509.22418)",
 }
 
 

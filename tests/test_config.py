@@ -20,11 +20,11 @@ PARAMS = load_params()
 
 def test_every_run_and_method_is_valid_at_every_scale() -> None:
     params = copy.deepcopy(PARAMS)
-    for method in params["methods"]:
+    for method, settings in params["methods"].items():
         params["runs"][f"with {method}"] = {
             "method": method,
             "corpus": "docstrings",
-            "replicas": 2,
+            "replicas": settings.get("slices", 2),
             "size": "base",
             "seeds": [0],
         }
