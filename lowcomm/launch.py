@@ -207,8 +207,12 @@ def launch(
     return json.loads((job.out / "summary.json").read_text())
 
 
-#: In a run's folder while `launch_all` is at it; holds the digests of the source and of the corpus.
+#: In a run's folder while `launch_all` is at it; a line a point, with the digests of source, corpus and settings.
 _UNFINISHED = "unfinished"
+
+
+def _digest(config: RunConfig) -> str:
+    return hashlib.sha256(json.dumps(config.to_dict(), sort_keys=True).encode()).hexdigest()
 
 
 def launch_all(
@@ -223,8 +227,8 @@ def launch_all(
 
     Args: as `launch`; `out` holds a folder for each variant and seed.
 
-    What an earlier call left complete is trained anew, unless that call was interrupted and source and corpus are the
-    same: then this one goes on where it stopped. Raises as `launch`.
+    What an earlier call left is trained anew, unless that call was interrupted, and source, corpus and the settings of a
+    point are the same: then this one goes on where it stopped. Raises as `launch`.
     """
     settings = settings or []
     points = run_points(run, scale=scale, **overrides(settings))
@@ -233,12 +237,13 @@ def launch_all(
     jobs = [_Job(config, run_dir(config, root)) for config in points]
     card = (data or data_dir(points[0].data.corpus, scale)) / "card.json"
     source = source_digest()
-    made_from = f"{source} {hashlib.sha256(card.read_bytes()).hexdigest() if card.exists() else 'no corpus'}"
+    corpus = hashlib.sha256(card.read_bytes()).hexdigest() if card.exists() else "no corpus"
+    made_from = {job.out: f"{source} {corpus} {_digest(job.config)}" for job in jobs}
     marker = root / _UNFINISHED
-    goes_on = marker.exists() and marker.read_text() == made_from
+    begun = set(marker.read_text().splitlines()) if marker.exists() else set()
     for job in jobs:
-        done = complete(job.out, job.config, source)
-        _clear(job, source, keep=goes_on and (done or not (job.out / "summary.json").exists()))
+        unfinished = complete(job.out, job.config, source) or not (job.out / "summary.json").exists()
+        _clear(job, source, keep=made_from[job.out] in begun and unfinished)
     for mark in list(root.rglob(MADE_WITH)):  # of variants and seeds that params.yaml no longer has
         if mark.parent not in {job.out for job in jobs}:
             clear_run(mark.parent)
@@ -246,7 +251,7 @@ def launch_all(
                 if folder != root and not any(folder.iterdir()):
                     folder.rmdir()
     root.mkdir(parents=True, exist_ok=True)
-    marker.write_text(made_from)
+    marker.write_text("".join(f"{line}\n" for line in made_from.values()))
     words = [run, "--scale", scale, "--all"] + [w for s in settings for w in ("--set", s)]
     words += (["--out", str(out)] if out else []) + (["--data", str(data)] if data else [])
     log_path = (out.with_name(f"{out.name}-log") if out else BUILD / "times" / scale / "runs" / run) / "log.txt"

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from lowcomm.config import ConfigError
-from lowcomm.launch import LaunchError, _Tail, curve_svg, launch, launch_all
+from lowcomm.launch import LaunchError, _digest, _Tail, curve_svg, launch, launch_all
 from lowcomm.metrics import made_with
+from lowcomm.params import overrides, run_points
 from tests.conftest import settings_of, small_run
 from tests.harness import clean_environment, torchrun_command
 
@@ -105,19 +106,24 @@ def test_a_sweep_is_trained_whole_and_goes_on_where_it_was_interrupted(corpus: P
     assert [s["run"]["replicas"] for s in first] == [2, 2, 2, 4, 4, 4]
     assert sorted(p.name for p in out.iterdir()) == sorted(NAMES)
     assert len({s["val_loss"] for s in first}) == 2  # all settings that differ are overridden but the replicas
-    # As an interruption leaves it: a marker, some points complete, one under way, one of another source.
-    other, gone, kept = (out / n / "seed0" for n in (NAMES[0], NAMES[1], NAMES[5]))
+    # As an interruption leaves it: a marker, some points complete, one under way, one of another source, and one under
+    # way with other settings, whose checkpoint is of no use.
+    other, gone, changed, kept = (out / n / "seed0" for n in (*NAMES[:3], NAMES[5]))
     card = hashlib.sha256((corpus / "card.json").read_bytes()).hexdigest()
-    (out / "unfinished").write_text(f"{made_with(kept)} {card}")
+    settings = overrides([*SWEEP, "data.corpus=docstrings"])
+    points = [p for p in run_points("overtraining_streaming", scale="smoke", **settings) if p.variant != NAMES[2]]
+    (out / "unfinished").write_text("".join(f"{made_with(kept)} {card} {_digest(p)}\n" for p in points))
+    (changed / "summary.json").unlink()
+    (changed / "checkpoints" / "step-00000004").mkdir(parents=True)
     (other / "source.sha256").write_text("another")
     (gone / "summary.json").unlink()
     left = out / "m2_budget_3" / "seed0"
     left.mkdir(parents=True)
     (left / "source.sha256").write_text("of a variant that is no more")
-    before = {n: (out / n / "seed0" / "summary.json").stat().st_mtime_ns for n in NAMES if n != NAMES[1]}
+    before = {n: (out / n / "seed0" / "summary.json").stat().st_mtime_ns for n in NAMES if n not in NAMES[1:3]}
     assert launched() == first
     after = {n: (out / n / "seed0" / "summary.json").stat().st_mtime_ns for n in NAMES}
-    assert [n for n in before if after[n] == before[n]] == NAMES[2:]
+    assert [n for n in before if after[n] == before[n]] == NAMES[3:]
     assert sorted(p.name for p in out.iterdir()) == sorted(NAMES)
 
 
