@@ -227,7 +227,7 @@ def launch_all(
 
     Args: as `launch`; `out` holds a folder for each variant and seed.
 
-    What an earlier call left is trained anew, unless that call was interrupted, and source, corpus and the settings of a
+    What an earlier call left is trained anew, unless that call was interrupted and source, corpus and the settings of a
     point are the same: then this one goes on where it stopped. Raises as `launch`.
     """
     settings = settings or []
