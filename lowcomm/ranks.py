@@ -39,6 +39,8 @@ def run_threads(
     results: list[Any] = [None] * ranks
     errors: list[BaseException | None] = [None] * ranks
     order: list[int] = []
+    # Thread.join, interrupted once, takes a thread that still runs for one that has ended.
+    ended = [threading.Event() for _ in range(ranks)]
 
     def body(rank: int) -> None:
         world = None
@@ -54,6 +56,14 @@ def run_threads(
             hub.abort(f"rank {rank} failed: {type(error).__name__}: {error}")
             if world is not None:
                 world.stop()
+        finally:
+            ended[rank].set()
+
+    def wait() -> None:
+        for t, event in zip(threads, ended, strict=True):
+            if t.ident is not None:  # else it could not be started
+                event.wait()
+                t.join()
 
     before = torch.get_num_threads()
     torch.set_num_threads(1)  # as under torchrun: losses must not depend on the transport
@@ -64,13 +74,11 @@ def run_threads(
     try:
         for t in threads:
             t.start()
-        for t in threads:
-            t.join()
+        wait()
     except BaseException as error:
         try:
             hub.note("stop", "interrupted")
-            for t in threads:
-                t.join()
+            wait()
         finally:
             hub.abort(f"interrupted: {type(error).__name__}")
         raise

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
+import signal
 import threading
 import time
 from pathlib import Path
@@ -185,6 +187,22 @@ def test_no_thread_outlives_its_run(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="enough"):
         as_threads("peer_raises", 2, tmp_path)
     assert [t.name for t in threading.enumerate() if "wire" in t.name or "rank" in t.name] == []
+
+
+def test_an_interrupt_waits_for_all_ranks() -> None:
+    """Thread.join, interrupted, would take the first rank for ended, and the interpreter might end under it."""
+    ended = []
+
+    def work(world: World) -> None:
+        if world.rank == 1:
+            time.sleep(0.2)
+            os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(1.5 if world.rank == 0 else 0.2)
+        ended.append(world.rank)
+
+    with pytest.raises(KeyboardInterrupt):
+        run_threads(work, replicas=2)
+    assert sorted(ended) == [0, 1]
 
 
 def test_headers_hold_the_names_of_large_groups() -> None:
