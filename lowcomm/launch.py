@@ -125,7 +125,7 @@ class _Job:
 
 
 def _torchrun(jobs: list[_Job], words: list[str], log_path: Path) -> None:
-    """Train `jobs`, which have as many ranks each, in one torchrun; `words` follow its `-m lowcomm.train`."""
+    """Train `jobs`, which have as many ranks each, in one `lowcomm.forked`; `words` are for `lowcomm.train`."""
     command = [sys.executable, "-m", "lowcomm.forked", str(jobs[0].config.ranks), *words]
     environment = os.environ | _KEEP_MEMORY | {"OMP_NUM_THREADS": "1", LAUNCHER_VARIABLE: str(os.getpid())}
     environment["PYTHONPATH"] = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p)
