@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lowcomm.comm import World
-from lowcomm.config import ConfigError
+from lowcomm.settings import ConfigError
 
 log = logging.getLogger("lowcomm")
 VERSION = 1

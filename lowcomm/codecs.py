@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 
 from lowcomm.bits import BLOCK, Scratch, blocks, blocks_nbytes, pack, pack_bits, unpack, unpack_bits
-from lowcomm.config import CODECS, nearest
+from lowcomm.config import CODECS
+from lowcomm.settings import nearest
 
 
 class Codec(Protocol):

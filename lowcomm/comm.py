@@ -28,11 +28,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lowcomm.accounting import Section, block_shares, encoded_mean_in_shares, mean_bytes, shares
-from lowcomm.axis import AxisState, Handle, Lane, Op
+from lowcomm.accounting import Section, mean_bytes, shares
+from lowcomm.axis import AxisState, Handle, Lane, Op, rotation
 from lowcomm.codecs import Codec
-from lowcomm.config import CommConfig, ConfigError
-from lowcomm.transport import CommError, ProcessTransport, Transport
+from lowcomm.config import CommConfig
+from lowcomm.encoded import EncodedMean
+from lowcomm.settings import ConfigError
+from lowcomm.transport import ProcessTransport, Transport
 from lowcomm.wire import Ledger, Link, RealClock, Trace, VirtualClock
 
 Axis = Literal["replica", "stage", "route", "world"]
@@ -124,7 +126,7 @@ class World:
         def body(op: Op) -> Tensor:
             own = self._reduce_share(op, flat, verb)
             begin_end = shares(flat.numel(), state.size)
-            to, source = _rotation(list(range(state.size)), state.index)
+            to, source = rotation(list(range(state.size)), state.index)
             op.swap([(i, own) for i in to], [(i, flat[slice(*begin_end[i])]) for i in source], agreed=True)
             return x
 
@@ -155,46 +157,12 @@ class World:
         """
         state = self._axes[axis]
         members = self._members(state, group)
-        parts, begin = [], 0
-        for index, (numel, owners) in enumerate(sections or [(x.numel(), members)]):
-            among = [i for i in members if i in owners]
-            parts.append(_Section(x[begin : begin + numel], codec, among, len(members), seed + (index << 32)))
-            begin += numel
-        if begin != x.numel():
-            raise ValueError(f"sections hold {begin} values, x {x.numel()}")
-        me = state.index
-        to, source = _rotation(members, me)
-
-        def body(op: Op) -> Tensor:
-            packed = {i: [part.packed(me, i) for part in parts if part.meet(me, i)] for i in members}
-            sizes = {i: [part.nbytes(me) for part in parts if part.meet(i, me)] for i in members}
-            from_ = [i for i in source if sizes[i]]
-            taken = op.swap([(i, _joined(packed[i])) for i in to if packed[i]], [(i, None) for i in from_])
-            arrived = {me: iter(packed[me])}
-            for i, message in zip(from_, taken, strict=True):
-                if message.numel() != sum(sizes[i]):
-                    raise CommError(f"rank {state.ranks[i]} sent {message.numel()} bytes instead of {sum(sizes[i])}")
-                arrived[i] = iter(message.split(sizes[i]))
-            for part in parts:
-                part.reduce(me, [next(arrived[i]) for i in part.owners if part.meet(i, me)])
-            shared = {i: [part.share(i) for part in parts if part.in_shares and i in part.owners] for i in members}
-            if any(shared.values()):
-                from_ = [i for i in source if shared[i]]
-                # One share is received in its place, several together.
-                into = [(i, _joined(shared[i])) for i in from_]
-                op.swap([(i, _joined(shared[me])) for i in to if shared[me]], into, agreed=True)
-                for i, message in into:
-                    if len(shared[i]) > 1:
-                        torch._foreach_copy_(shared[i], message.split([s.numel() for s in shared[i]]))
-            return x
-
+        mean = EncodedMean(x, codec, seed, sections or [(x.numel(), members)], members, state.index)
         if len(members) == 1:
-            for part in parts:
-                part.reduce(me, [part.packed(me, me)] if part.owners else [])
-            return self.done(x)
+            return self.done(mean.alone())
         lane: Lane = "ahead" if ahead else "main"
         named = self._named(state, "encoded mean", members, lane)
-        return state.submit(named, purpose, _like(x), body, members=members, lane=lane)
+        return state.submit(named, purpose, _like(x), mean.over, members=members, lane=lane)
 
     def reduce_scatter(self, x: Tensor, *, purpose: str, axis: Axis = "replica") -> Tensor:
         """The sum over the axis of this rank's share of flat `x` (`accounting.shares`). `x` is scratch after."""
@@ -213,7 +181,7 @@ class World:
         state = op.axis
         begin_end = shares(flat.numel(), state.size)
         own = flat[slice(*begin_end[state.index])]
-        to, source = _rotation(list(range(state.size)), state.index)
+        to, source = rotation(list(range(state.size)), state.index)
 
         def add(begin: int, end: int, parts: list[Tensor]) -> None:
             mine = own[begin:end]
@@ -249,7 +217,7 @@ class World:
         members = self._members(state, group)
         if len(members) == 1:
             return self.done([x])
-        to, source = _rotation(members, state.index)
+        to, source = rotation(members, state.index)
 
         def body(op: Op) -> list[Tensor]:
             taken = op.swap([(i, x) for i in to], [(i, None) for i in source])
@@ -390,60 +358,6 @@ class World:
         future: Future = Future()
         future.set_result(value)
         return Handle(self, future, None)
-
-
-class _Section:
-    """One section of an encoded mean: values `x`, and those members who own them."""
-
-    def __init__(self, x: Tensor, codec: Codec, owners: list[int], members: int, seed: int):
-        self.x, self.codec, self.owners, self.seed = x, codec, owners, seed
-        self.in_shares = encoded_mean_in_shares(x.numel(), codec, members, len(owners))
-        bounds = block_shares(x.numel(), codec.block, len(owners)) if self.in_shares else []
-        self._bounds = dict(zip(owners, bounds, strict=False))
-        self._whole: Tensor | None = None  # encoded
-
-    def meet(self, sender: int, receiver: int) -> bool:
-        """Whether one sends the other encoded values."""
-        return sender in self.owners and (receiver in self.owners or not self.in_shares)
-
-    def share(self, i: int) -> Tensor:
-        """What `i` reduces: its share, or all where every member does."""
-        return self.x[slice(*self._bounds[i])] if self.in_shares else self.x
-
-    def packed(self, me: int, i: int) -> Tensor:
-        """What this rank says, encoded, of what `i` reduces."""
-        if self.in_shares:
-            return self.codec.encode(self.share(i), self.seed)
-        if self._whole is None:
-            self._whole = self.codec.encode(self.x, self.seed)
-        return self._whole
-
-    def nbytes(self, me: int) -> int:
-        """Of each message of what this rank reduces."""
-        return self.codec.nbytes(self.share(me).numel())
-
-    def reduce(self, me: int, messages: list[Tensor]) -> None:
-        """The mean of what the owners say, in their order, into its place."""
-        if not self.owners:
-            self.x.zero_()
-        if not messages:
-            return
-        own = self.share(me)
-        total = self.codec.decode(messages[0], own.numel())
-        for message in messages[1:]:
-            part = self.codec.decode(message, own.numel())
-            total = torch.add(total, part, out=part)
-        torch.div(total, len(messages), out=own)
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _rotation(members: list[int], index: int) -> tuple[list[int], list[int]]:
-    """Whom to send to and take from, in order: next neighbour first, so that no wire is wanted twice at once."""
-    at, n = members.index(index), len(members)
-    return [members[(at + k) % n] for k in range(1, n)], [members[(at - k) % n] for k in range(1, n)]
 
 
 def _like(x: Tensor) -> str:

@@ -27,9 +27,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from lowcomm.config import ConfigError, CorpusConfig, DataConfig
+from lowcomm.config import CorpusConfig, DataConfig
 from lowcomm.corpora import documents, sources
 from lowcomm.params import corpus_configs, data_dir, load_params
+from lowcomm.settings import ConfigError
 
 END_OF_TEXT = 1  # id of the token between documents
 _MARK = "\u2581"  # sentencepiece writes a space so; the character itself must travel as bytes

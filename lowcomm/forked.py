@@ -24,6 +24,10 @@ from lowcomm.train import main as train
 
 def main(argv: list[str]) -> int:
     """The number of ranks, then what `lowcomm.train` takes; returns the exit status."""
+    if not argv or not argv[0].isdecimal() or int(argv[0]) < 1:
+        said = f"the number of ranks must come first, got {argv[0]!r}" if argv else "the number of ranks is missing"
+        print(f"{said}\nusage: python -m lowcomm.forked RANKS RUN [as python -m lowcomm.train]", file=sys.stderr)
+        return 2
     ranks, *words = argv
     multiprocessing.set_forkserver_preload(["lowcomm.train", "torch._dynamo"])  # torch.optim imports the latter late
     config = LaunchConfig(

@@ -15,9 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lowcomm.comm import World
-from lowcomm.config import ConfigError, MethodConfig, TrainConfig
+from lowcomm.config import MethodConfig, TrainConfig
 from lowcomm.model import Decoder
 from lowcomm.outer import Evaluated
+from lowcomm.settings import ConfigError
 from lowcomm.transport import ProcessTransport
 
 

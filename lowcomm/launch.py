@@ -124,7 +124,7 @@ class _Job:
         return f"{c.name}, {c.variant}, seed {c.seed}" if c.variant else f"{c.name}, seed {c.seed}"
 
 
-def _torchrun(jobs: list[_Job], words: list[str], log_path: Path) -> None:
+def _train(jobs: list[_Job], words: list[str], log_path: Path) -> None:
     """Train `jobs`, which have as many ranks each, in one `lowcomm.forked`; `words` are for `lowcomm.train`."""
     command = [sys.executable, "-m", "lowcomm.forked", str(jobs[0].config.ranks), *words]
     environment = os.environ | _KEEP_MEMORY | {"OMP_NUM_THREADS": "1", LAUNCHER_VARIABLE: str(os.getpid())}
@@ -203,7 +203,7 @@ def launch(
     (job.out / "summary.json").unlink(missing_ok=True)
     words = [run, "--scale", config.scale, "--seed", str(config.seed)] + (["--variant", variant] if variant else [])
     folders = ["--out", str(job.out), "--times", str(times), "--data", str(data)]
-    _torchrun([job], words + folders + [w for s in settings for w in ("--set", s)], times / "log.txt")
+    _train([job], words + folders + [w for s in settings for w in ("--set", s)], times / "log.txt")
     return json.loads((job.out / "summary.json").read_text())
 
 
@@ -258,6 +258,6 @@ def launch_all(
     for ranks in sorted({c.ranks for c in points}):
         some = [j for j in jobs if j.config.ranks == ranks and not (j.out / "summary.json").exists()]
         if some:
-            _torchrun(some, words, log_path)
+            _train(some, words, log_path)
     marker.unlink()
     return [json.loads((job.out / "summary.json").read_text()) for job in jobs]

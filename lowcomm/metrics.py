@@ -10,8 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-from lowcomm.config import BUILD, ConfigError, RunConfig
+from lowcomm.config import BUILD, RunConfig
 from lowcomm.params import run_dir, run_points
+from lowcomm.settings import ConfigError
 
 
 class Metrics:

@@ -15,8 +15,9 @@ from typing import Any
 
 import yaml
 
-from lowcomm.config import BUILD, ROOT, ConfigError, CorpusConfig, DataConfig, RunConfig, build, check_bounds, nearest
+from lowcomm.config import BUILD, ROOT, CorpusConfig, DataConfig, RunConfig, check_bounds
 from lowcomm.model import PRESETS
+from lowcomm.settings import ConfigError, build, nearest
 
 
 def load_params(path: Path | None = None) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from lowcomm.comm import World
-from lowcomm.config import CommConfig, ConfigError
+from lowcomm.config import CommConfig
+from lowcomm.settings import ConfigError
 from lowcomm.transport import ProcessTransport, ThreadHub, ThreadTransport
 
 

@@ -11,8 +11,9 @@ from typing import Any
 import pandas as pd
 import yaml
 
-from lowcomm.config import ROOT, nearest
+from lowcomm.config import ROOT
 from lowcomm.params import pick
+from lowcomm.settings import nearest
 
 PAPERS = ROOT / "results" / "papers"
 
@@ -76,9 +77,9 @@ class Comparison:
         self.judged = bool(variances)
         self.noise = math.sqrt(statistics.mean(variances)) if variances else float("nan")
 
-    def resolved(self, a: Any, b: Any) -> float:
-        """The least difference of two cells that is told from noise: two standard deviations of it."""
-        return 2 * self.noise * math.sqrt(1 / len(self.losses[a]) + 1 / len(self.losses[b]))
+    def resolved(self, *keys: Any) -> float:
+        """The least difference of two cells (or of two such differences) that is told from noise: two deviations."""
+        return 2 * self.noise * math.sqrt(sum(1 / len(self.losses[key]) for key in keys))
 
     def above(self, a: Any, b: Any) -> bool | None:
         """Whether the loss of `a` is higher (True) or lower (False) than of `b`; None within the noise."""

@@ -35,10 +35,11 @@ from lowcomm.accounting import parameters as count_parameters
 from lowcomm.accounting import training_flops
 from lowcomm.checkpoint import Checkpoints, save_tensors
 from lowcomm.comm import World
-from lowcomm.config import ConfigError, RunConfig
+from lowcomm.config import RunConfig
 from lowcomm.data import TokenData
 from lowcomm.metrics import MADE_WITH, Metrics, clear_run, complete, read_metrics
 from lowcomm.ranks import run_threads, world_from_torchrun
+from lowcomm.settings import ConfigError
 from lowcomm.source import source_digest
 from lowcomm.stop import StopAgreement, requested, stop_between_runs, stop_on_signals
 from lowcomm.trainer import Trainer

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from lowcomm.comm import World
-from lowcomm.config import ConfigError, RunConfig, TrainConfig
+from lowcomm.config import RunConfig, TrainConfig
 from lowcomm.data import TokenData
 from lowcomm.model import Decoder
 from lowcomm.outer import DataParallel, Engine, Evaluated, Independent, LocalUpdates, weight_spread
 from lowcomm.partial import detach_others, pieces, train_slice
 from lowcomm.pipeline import Pipeline
 from lowcomm.routing import random_slice
+from lowcomm.settings import ConfigError
 
 
 def learning_rate(step: int, t: TrainConfig) -> float:

@@ -18,8 +18,9 @@ from typing import Any
 import papermill
 import yaml
 
-from lowcomm.config import BUILD, ConfigError, nearest
+from lowcomm.config import BUILD
 from lowcomm.params import load_params
+from lowcomm.settings import ConfigError, nearest
 
 
 def check_parameters(notebook: Path, parameters: dict[str, Any]) -> None:

@@ -16,8 +16,9 @@ import torch
 from lowcomm.accounting import encoded_mean_bytes, mean_bytes, ring_seconds, shares
 from lowcomm.codecs import make_codec
 from lowcomm.comm import World
-from lowcomm.config import ROOT, CommConfig, ConfigError
+from lowcomm.config import ROOT, CommConfig
 from lowcomm.ranks import run_threads
+from lowcomm.settings import ConfigError
 from lowcomm.transport import PIECE_BYTES, PIECES_AHEAD, CommError, ThreadHub, ThreadTransport
 from lowcomm.wire import VirtualClock
 from tests.harness import as_processes, as_threads

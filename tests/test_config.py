@@ -10,9 +10,10 @@ import pytest
 import torch
 import yaml
 
-from lowcomm.config import ROOT, ConfigError, build
+from lowcomm.config import ROOT
 from lowcomm.model import PRESETS, Decoder, ModelConfig
 from lowcomm.params import load_params, overrides, run_config, run_dir, run_points
+from lowcomm.settings import ConfigError, build
 from tests.conftest import small_run
 
 PARAMS = load_params()

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from lowcomm.config import ConfigError, CorpusConfig, DataConfig
+from lowcomm.config import CorpusConfig, DataConfig
 from lowcomm.corpora import documents, sources
 from lowcomm.data import END_OF_TEXT, TokenData, Tokenizer, prepare
+from lowcomm.settings import ConfigError
 from tests.conftest import DATA, VOCAB
 
 SMALL = DATA

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from lowcomm.config import ConfigError
 from lowcomm.launch import LaunchError, _digest, _Tail, curve_svg, launch, launch_all
 from lowcomm.metrics import made_with
 from lowcomm.params import overrides, run_points
+from lowcomm.settings import ConfigError
 from tests.conftest import settings_of, small_run
 from tests.harness import clean_environment, torchrun_command
 

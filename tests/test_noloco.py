@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from lowcomm.comm import World
-from lowcomm.config import ConfigError, RunConfig
+from lowcomm.config import RunConfig
 from lowcomm.contraction import contraction_bound, differing
 from lowcomm.fragment import PulledMomentum, flatten
 from lowcomm.metrics import read_metrics
@@ -22,6 +22,7 @@ from lowcomm.noloco import Quadratic, driven_bounds, growth, idle_growth, paper_
 from lowcomm.outer import LocalUpdates, weight_spread
 from lowcomm.ranks import run_threads
 from lowcomm.routing import groups
+from lowcomm.settings import ConfigError
 from lowcomm.train import train, train_in_threads
 from lowcomm.trainer import Trainer
 from tests.conftest import command_line, small_run

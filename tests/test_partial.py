@@ -25,7 +25,7 @@ from lowcomm.accounting import (
     training_flops,
 )
 from lowcomm.codecs import make_codec
-from lowcomm.config import ConfigError, RunConfig, TrainConfig
+from lowcomm.config import RunConfig, TrainConfig
 from lowcomm.fragment import flatten
 from lowcomm.metrics import read_metrics
 from lowcomm.model import MLP, Decoder, ModelConfig
@@ -33,6 +33,7 @@ from lowcomm.outer import LocalUpdates
 from lowcomm.partial import SlicedLinear, detach_others, pieces, train_slice
 from lowcomm.ranks import run_threads
 from lowcomm.routing import random_slice
+from lowcomm.settings import ConfigError
 from lowcomm.train import train, train_in_threads
 from lowcomm.trainer import Trainer, inner_optimizer
 from tests.conftest import command_line, small_run

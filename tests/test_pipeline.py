@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from lowcomm.comm import World
-from lowcomm.config import CommConfig, ConfigError, RunConfig
+from lowcomm.config import CommConfig, RunConfig
 from lowcomm.data import TokenData
 from lowcomm.metrics import read_metrics
 from lowcomm.model import Decoder, ModelConfig, stage_layers
 from lowcomm.pipeline import Pipeline, bubble
 from lowcomm.ranks import run_threads
+from lowcomm.settings import ConfigError
 from lowcomm.train import train_in_threads
 from lowcomm.trainer import Trainer
 from tests.conftest import command_line, small_run

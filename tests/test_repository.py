@@ -12,9 +12,10 @@ import nbformat
 import pytest
 import yaml
 
-from lowcomm.config import ROOT, ConfigError
+from lowcomm.config import ROOT
 from lowcomm.params import load_params
 from lowcomm.report import paper
+from lowcomm.settings import ConfigError
 from lowcomm.source import closure, imports
 from pipelines.clean import cleaned
 from pipelines.index import BEGIN, END, index, readme_block, with_block

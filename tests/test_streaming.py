@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file
 
 from lowcomm.comm import World
-from lowcomm.config import ConfigError
 from lowcomm.fragment import flatten
 from lowcomm.metrics import read_metrics
 from lowcomm.model import Decoder
 from lowcomm.ranks import run_threads
+from lowcomm.settings import ConfigError
 from lowcomm.streaming import Schedule, layer_fragments, parameter_fragments
 from lowcomm.train import train, train_in_threads
 from lowcomm.trainer import Trainer

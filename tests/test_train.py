@@ -18,11 +18,12 @@ from safetensors.torch import load_file
 
 from lowcomm import stop
 from lowcomm.comm import World
-from lowcomm.config import ConfigError, RunConfig
+from lowcomm.config import RunConfig
 from lowcomm.data import TokenData
 from lowcomm.metrics import read_metrics
 from lowcomm.model import Decoder
 from lowcomm.ranks import run_threads
+from lowcomm.settings import ConfigError
 from lowcomm.train import train, train_in_threads
 from lowcomm.trainer import Trainer, learning_rate
 from tests.conftest import command_line, small_run

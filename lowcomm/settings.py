@@ -1,0 +1,91 @@
+"""Typed settings from mappings: what YAML says, held to a dataclass.
+
+Numbers are coerced by declared type (PyYAML reads 1e-4 as a string) and an unknown key is an error that names the
+nearest valid one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import types
+import typing
+from typing import Any, Literal
+
+
+class ConfigError(ValueError):
+    """A setting that breaks a rule; the message names the value and the rule."""
+
+
+def nearest(word: str, options: typing.Iterable[str]) -> str:
+    """'; did you mean X?' for the closest option, or the list of all."""
+    options = sorted(options)
+    close = difflib.get_close_matches(str(word), options, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else f"; valid: {', '.join(options)}"
+
+
+def _coerce(kind: Any, value: Any, where: str) -> Any:
+    origin = typing.get_origin(kind)
+    if origin in (typing.Union, types.UnionType):
+        if value is None:
+            return None
+        return _coerce(next(a for a in typing.get_args(kind) if a is not type(None)), value, where)
+    if origin is Literal:
+        options = typing.get_args(kind)
+        if value not in options:
+            raise ConfigError(f"{where} = {value!r} is not a valid choice{nearest(value, map(str, options))}")
+        return value
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            raise ConfigError(f"{where} = {value!r} must be a list")
+        return tuple(_coerce(typing.get_args(kind)[0], v, f"{where}[{i}]") for i, v in enumerate(value))
+    if dataclasses.is_dataclass(kind):
+        return build(kind, value, where)
+    if kind is bool:
+        if not isinstance(value, bool):
+            raise ConfigError(f"{where} = {value!r} must be true or false")
+        return value
+    if kind is str:
+        if not isinstance(value, str):
+            raise ConfigError(f"{where} = {value!r} must be a string")
+        return value
+    if isinstance(value, bool):
+        raise ConfigError(f"{where} = {value!r} must be a number")
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise ConfigError(f"{where} = {value!r} must be a number") from None
+    if not math.isfinite(number):
+        raise ConfigError(f"{where} = {value!r} must be finite")
+    if kind is int:
+        if number != int(number):
+            raise ConfigError(f"{where} = {value!r} must be a whole number")
+        return int(number)
+    return number
+
+
+def build(cls: type, mapping: Any, where: str) -> Any:
+    """Make dataclass `cls` from a mapping, coercing each value; `where` prefixes messages."""
+    if not isinstance(mapping, dict):
+        raise ConfigError(f"{where} must be a mapping of settings, got {mapping!r}")
+    hints = typing.get_type_hints(cls)
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    values = {}
+    for key, value in mapping.items():
+        if key not in fields:
+            raise ConfigError(f"unknown key {where}.{key}{nearest(key, fields)}")
+        values[key] = _coerce(hints[key], value, f"{where}.{key}")
+    missing = [
+        n
+        for n, f in fields.items()
+        if n not in values and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+    ]
+    if missing:
+        raise ConfigError(f"{where} lacks {', '.join(missing)}")
+    try:
+        return cls(**values)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from None
