@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lowcomm.contraction import contraction_bound
-from lowcomm.model import ModelConfig, stage_layers
+from lowcomm.model import Constraint, ModelConfig, stage_layers
 from lowcomm.settings import ConfigError
 
 #: Root of the checkout: nothing relies on the working directory.
@@ -87,6 +87,34 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
+class BoundaryConfig:
+    """What crosses the boundaries of a pipeline's stages, and what the model is held to for it."""
+
+    kind: Literal["dense", "subspace", "low_rank"] = "dense"
+    rank: int = 0  # k of subspace, r of low_rank
+    codec: Literal[CODECS] = "fp32"  # of what crosses
+    codec_keep: float = 1.0  # as method.codec_keep
+    error_feedback: bool = False
+    # From here on: only for kind = subspace, with one stage too.
+    dense_layers: int = 1  # the last ones, which are free
+    mode: Literal["projected", "reparametrised"] = "projected"
+    #: One for each row of all constrained matrices, of all but attention's (whose weights are projected each step), of
+    #: none (all are projected); only for mode = projected.
+    second_moment: Literal["row", "mixed", "element"] = "row"
+    basis: Literal["gaussian", "coordinates"] = "gaussian"  # as it begins
+    table: Literal["projection", "zero"] = "projection"  # the trainable embedding as it begins
+    update_every_steps: int = 0  # 0: the subspace stays as it is
+    update_lr: float = 0.0  # eta of the Grassmann step
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """What the model is made with."""
+        if self.kind != "subspace":
+            return None
+        return Constraint(self.rank, self.dense_layers, self.mode == "reparametrised", self.basis, self.table)
+
+
+@dataclass(frozen=True)
 class MethodConfig:
     """One point in the space of independent choices."""
 
@@ -114,6 +142,7 @@ class MethodConfig:
     offload_outer: bool = False  # outer state on the CPU
     record_cosine: bool = False  # also exchange outer gradients to log their cosine; billed as analysis
     route: Literal["fixed", "random_step", "random_micro_batch"] = "fixed"  # through the stages of a pipeline
+    boundary: BoundaryConfig = BoundaryConfig()
 
 
 @dataclass(frozen=True)
@@ -161,6 +190,10 @@ _LEAST: dict[str, float] = {
     "method.outer_pull": 0,
     "method.layers_per_fragment": 1,
     "method.mixing": 0,
+    "method.boundary.rank": 0,
+    "method.boundary.dense_layers": 0,
+    "method.boundary.update_every_steps": 0,
+    "method.boundary.update_lr": 0,
     "comm.link_mbit_per_s": 0,
     "comm.link_latency_ms": 0,
     "checkpoint.every_steps": 0,
@@ -176,7 +209,12 @@ _BELOW: dict[str, float] = {
     "method.mixing": 1,
     "data.validation_percent": 100,
 }
-_ABOVE: dict[str, float] = {"data.validation_percent": 0, "comm.timeout_s": 0, "method.codec_keep": 0}
+_ABOVE: dict[str, float] = {
+    "data.validation_percent": 0,
+    "comm.timeout_s": 0,
+    "method.codec_keep": 0,
+    "method.boundary.codec_keep": 0,
+}
 
 
 def check_bounds(section: str, values: Any) -> None:
@@ -189,6 +227,13 @@ def check_bounds(section: str, values: Any) -> None:
             raise ConfigError(f"{name} must be below {_BELOW[name]}, got {value}")
         if name in _ABOVE and value <= _ABOVE[name]:
             raise ConfigError(f"{name} must be above {_ABOVE[name]}, got {value}")
+
+
+def _check_keep(section: str, codec: str, keep: float) -> None:
+    if keep != 1.0 and codec not in _SPARSE:
+        raise ConfigError(f"{section}.codec_keep means nothing with codec {codec}: it sends all values")
+    if keep > 1.0:
+        raise ConfigError(f"{section}.codec_keep = {keep} is a share of the values: at most 1")
 
 
 @dataclass(frozen=True)
@@ -230,18 +275,16 @@ class RunConfig:
                 " outer = heavy_ball with outer_momentum 0"
             )
         self._check_pipeline()
+        self._check_boundary()
         if m.exchange == "parameters":
             self._check_slices()
             self._check_overlap()
             self._check_group()
         if m.trainable == "next_fragment" and t.compile:
             raise ConfigError("train.compile must be false where trainable = next_fragment: each thaw compiles anew")
-        if m.codec_keep != 1.0 and m.codec not in _SPARSE:
-            raise ConfigError(f"method.codec_keep means nothing with codec {m.codec}: it sends all values")
-        if m.codec_keep > 1.0:
-            raise ConfigError(f"method.codec_keep = {m.codec_keep} is a share of the values: at most 1")
+        _check_keep("method", m.codec, m.codec_keep)
         if m.exchange != "parameters":
-            default = MethodConfig(exchange=m.exchange, route=m.route)
+            default = MethodConfig(exchange=m.exchange, route=m.route, boundary=m.boundary)
             for f in dataclasses.fields(MethodConfig):
                 if getattr(m, f.name) != getattr(default, f.name):
                     raise ConfigError(f"method.{f.name} means nothing with method.exchange = {m.exchange}")
@@ -274,6 +317,60 @@ class RunConfig:
             )
         if self.stages == 1 and m.route != "fixed":
             raise ConfigError(f"method.route = {m.route} means nothing with one stage")
+
+    def _check_boundary(self) -> None:
+        b = self.method.boundary
+        check_bounds("method.boundary", b)
+        _check_keep("method.boundary", b.codec, b.codec_keep)
+        lossy = b.kind == "low_rank" or b.codec != "fp32"
+        if self.stages == 1 and (lossy or b.error_feedback):
+            raise ConfigError(
+                f"method.boundary = {b.kind} in {b.codec}, error_feedback = {b.error_feedback} means nothing with one"
+                " stage"
+            )
+        if b.error_feedback and not lossy:
+            raise ConfigError("method.boundary.error_feedback means nothing where nothing is lost")
+        if b.kind != "subspace":
+            default = BoundaryConfig(b.kind, b.rank, b.codec, b.codec_keep, b.error_feedback)
+            for f in dataclasses.fields(BoundaryConfig):
+                if getattr(b, f.name) != getattr(default, f.name):
+                    raise ConfigError(f"method.boundary.{f.name} means nothing with kind = {b.kind}")
+        most = self.model.dim
+        if b.kind == "low_rank":
+            most = min(most, self.local_batch // self.train.accumulation * self.train.seq_len)
+        if b.kind == "dense" and b.rank:
+            raise ConfigError("method.boundary.rank means nothing with kind = dense")
+        if b.kind != "dense" and not 1 <= b.rank <= most:
+            raise ConfigError(
+                f"method.boundary.rank = {b.rank} must be from 1 to {most}, the width of the stream or, if fewer, the"
+                " tokens of a message"
+            )
+        if b.kind == "subspace":
+            self._check_subspace()
+
+    def _check_subspace(self) -> None:
+        m, b, layers = self.method, self.method.boundary, self.model.layers
+        if self.model.tied:
+            raise ConfigError("model.tied must be false with a subspace, which the embedding keeps to")
+        if m.exchange == "fsdp":
+            raise ConfigError("method.exchange = fsdp shards the matrices that a subspace boundary projects whole")
+        last = stage_layers(layers, self.stages, self.stages - 1)
+        if b.dense_layers > len(last):
+            raise ConfigError(
+                f"method.boundary.dense_layers = {b.dense_layers} must all be of the last stage, which has {len(last)}"
+                f" of {layers} layers: what crosses a boundary keeps to the subspace"
+            )
+        if b.mode == "reparametrised" and b.second_moment != "row":
+            raise ConfigError("method.boundary.second_moment means nothing with mode = reparametrised")
+        if self.train.optimizer == "sgd" and b.second_moment != "row":
+            raise ConfigError("method.boundary.second_moment means nothing with train.optimizer = sgd")
+        if bool(b.update_every_steps) != bool(b.update_lr):
+            raise ConfigError(
+                f"method.boundary.update_every_steps = {b.update_every_steps} and update_lr = {b.update_lr} must both"
+                " be above 0, or neither"
+            )
+        if b.update_every_steps and self.train.compile:
+            raise ConfigError("train.compile must be false where the subspace moves: its gradients are watched")
 
     def _check_slices(self) -> None:
         m, c = self.method, self.model

@@ -11,6 +11,7 @@ To add an outer optimizer, write a class with `buffers` and `step` here, enter i
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -233,15 +234,23 @@ class Fragment:
         """What is to be averaged: the outer gradient, or the parameters themselves."""
         return flatten(self.parameters).float() if self.sends_parameters else self.delta()
 
-    def apply(self, mean: Tensor, mixing: float, peers: Tensor | None = None) -> None:
+    def apply(
+        self,
+        mean: Tensor,
+        mixing: float,
+        peers: Tensor | None = None,
+        keep: Callable[[dict[str, Tensor]], None] | None = None,
+    ) -> None:
         """Take the outer step with the mean of what was sent, then mix: theta <- alpha theta + (1 - alpha) agreed.
 
-        `peers`: as in `OuterOptimizer.step`.
+        `peers`: as in `OuterOptimizer.step`. `keep`: changes in place what the step makes of `agreed`.
         """
         names = self._state.names
         values = dict(zip(names, self._state.use(*names), strict=True))
         agreed = values.pop("agreed")
         self.outer.step(agreed, mean, values, peers)
+        if keep is not None:
+            keep(self.values(agreed))
         if mixing == 0:
             unflatten_into(agreed, self.parameters)
         else:
@@ -257,6 +266,13 @@ class Fragment:
         """Flat values, as of `agreed`, by the parameters' names and in their shapes."""
         parts = flat.split([p.numel() for p in self.parameters])
         return {n: v.view(p.shape) for n, v, p in zip(self.names, parts, self.parameters, strict=True)}
+
+    def map(self, change: Callable[[dict[str, Tensor]], None]) -> None:
+        """Change outer state in place, each of its tensors as values by the parameters' names."""
+        names = self._state.names
+        for flat in self._state.use(*names):
+            change(self.values(flat))
+        self._state.release(changed=True)
 
     def state(self) -> dict[str, Tensor]:
         """Outer state, to checkpoint."""

@@ -8,6 +8,7 @@ Because World adds in rank order, the gradients are those of `outer.DataParallel
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -84,6 +85,9 @@ class FullySharded:
         for module in modules:
             module.reshard()
         return whole
+
+    def map(self, change: Callable[[dict[str, Tensor]], None]) -> None:
+        """Nothing is kept."""
 
     def state(self) -> dict[str, Tensor]:
         return {}

@@ -5,13 +5,17 @@ LayerNorm, rotary positions, optional QK-norm and z-loss (Streaming DiLoCo), a
 two-matrix ReLU or GELU MLP (Partial Parameter Updates) or a gated one (NoLoCo,
 Protocol Models), tied or untied embeddings, grouped key/value heads.
 
+What writes into the residual stream may be held to a subspace (`Constraint`), and keys and values of what was read
+may be kept (`KeyValues`), to read on one token at a time.
+
 Shape legend: B batch, T tokens, D model width, F feed-forward width, V vocabulary,
-N query heads, K key/value heads, H width of a head.
+N query heads, K key/value heads, H width of a head, R rank of the subspace.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -65,6 +69,48 @@ class ModelConfig:
         return self.kv_heads or self.heads
 
 
+@dataclass(frozen=True)
+class Constraint:
+    """A subspace of rank R that attention and MLPs write to, and the trainable part of the embedding (Protocol Models).
+
+    The token embedding is then a fixed table of full rank, drawn with the weights, plus the trainable one; the
+    residual stream less the fixed table's rows lies in the subspace. Its basis U [D, R] has orthonormal columns.
+
+    rank: R. dense_layers: the last layers, which are free. reparametrised: matrices are W = U Z with Z trained (the
+    stream is written by U), so that no weight can leave; else they have their full shape, and whoever trains them
+    keeps them there (`subspace`). basis: of random directions, or of the first R coordinates. table: what the trainable
+    embedding begins as, the fixed one's projection or zero.
+    """
+
+    rank: int
+    dense_layers: int = 1
+    reparametrised: bool = False
+    basis: Literal["gaussian", "coordinates"] = "gaussian"
+    table: Literal["projection", "zero"] = "projection"
+
+
+def orthonormal(x: Tensor) -> Tensor:
+    """An orthonormal basis of the columns of x [D, R]: Q of its QR, with the signs that make it continuous in x."""
+    q, r = torch.linalg.qr(x)
+    return q * torch.where(r.diagonal() < 0, -1.0, 1.0)
+
+
+class KeyValues:
+    """Keys and values of one layer for a batch of sequences, up to `capacity` tokens, as far as they have been read."""
+
+    def __init__(self, c: ModelConfig, sequences: int, capacity: int, device: torch.device | str):
+        shape = (2, sequences, c.key_value_heads, capacity, c.width_of_head)
+        self.both, self.length = torch.empty(shape, device=device), 0
+
+    def add(self, k_BKTH: Tensor, v_BKTH: Tensor) -> tuple[Tensor, Tensor]:
+        """Those read so far, these last."""
+        end = self.length + k_BKTH.shape[2]
+        for whole, new in zip(self.both, (k_BKTH, v_BKTH), strict=True):
+            whole[:, :, self.length : end] = new
+        self.length = end
+        return self.both[0, :, :, :end], self.both[1, :, :, :end]
+
+
 def rotary_tables(seq_len: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
     """cos and sin of the rotary angles, each [T, H/2] fp32 (Su et al., 2021)."""
     freqs_h = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
@@ -84,37 +130,45 @@ def _norm(config: ModelConfig, width: int) -> nn.Module:
 
 
 class Attention(nn.Module):
-    """Causal self-attention with rotary positions; torch picks the fused kernel."""
+    """Causal self-attention with rotary positions; torch picks the fused kernel. Its result is `width` wide."""
 
-    def __init__(self, c: ModelConfig):
+    def __init__(self, c: ModelConfig, width: int):
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = c.heads, c.key_value_heads, c.width_of_head
         self.q = nn.Linear(c.dim, self.heads * self.head_dim, bias=False)
         self.k = nn.Linear(c.dim, self.kv_heads * self.head_dim, bias=False)
         self.v = nn.Linear(c.dim, self.kv_heads * self.head_dim, bias=False)
-        self.out = nn.Linear(self.heads * self.head_dim, c.dim, bias=False)
+        self.out = nn.Linear(self.heads * self.head_dim, width, bias=False)
         self.q_norm = _norm(c, self.head_dim) if c.qk_norm else nn.Identity()
         self.k_norm = _norm(c, self.head_dim) if c.qk_norm else nn.Identity()
 
-    def forward(self, x_BTD: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> Tensor:
+    def forward(self, x_BTD: Tensor, cos_TH: Tensor, sin_TH: Tensor, kept: KeyValues | None = None) -> Tensor:
         B, T, _ = x_BTD.shape
         q = self.q_norm(self.q(x_BTD).view(B, T, self.heads, self.head_dim)).transpose(1, 2)
         k = self.k_norm(self.k(x_BTD).view(B, T, self.kv_heads, self.head_dim)).transpose(1, 2)
         v = self.v(x_BTD).view(B, T, self.kv_heads, self.head_dim).transpose(1, 2)
         q, k = rotate(q, cos_TH, sin_TH), rotate(k, cos_TH, sin_TH)
-        y_BNTH = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.kv_heads != self.heads)
+        mask, before = None, 0
+        if kept is not None:
+            before = kept.length
+            k, v = kept.add(k, v)
+            if before and T > 1:
+                mask = torch.ones(T, before + T, dtype=torch.bool, device=x_BTD.device).tril(before)
+        y_BNTH = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=before == 0, enable_gqa=self.kv_heads != self.heads
+        )
         return self.out(y_BNTH.transpose(1, 2).reshape(B, T, -1))
 
 
 class MLP(nn.Module):
-    """W_down act(W_up x), or W_down (silu(W_gate x) * W_up x) when gated."""
+    """W_down act(W_up x), or W_down (silu(W_gate x) * W_up x) when gated; `width` wide."""
 
-    def __init__(self, c: ModelConfig):
+    def __init__(self, c: ModelConfig, width: int):
         super().__init__()
         self.kind = c.mlp
         self.up = nn.Linear(c.dim, c.ffn_dim, bias=False)
         self.gate = nn.Linear(c.dim, c.ffn_dim, bias=False) if c.mlp == "gated" else None
-        self.down = nn.Linear(c.ffn_dim, c.dim, bias=False)
+        self.down = nn.Linear(c.ffn_dim, width, bias=False)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         h_BTF = self.up(x_BTD)
@@ -126,16 +180,28 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """x + Attention(norm(x)), then x + MLP(norm(x))."""
+    """x + Attention(norm(x)), then x + MLP(norm(x)); with a `rank`, both are as wide, and written by U."""
 
-    def __init__(self, c: ModelConfig):
+    def __init__(self, c: ModelConfig, rank: int | None = None):
         super().__init__()
-        self.attention_norm, self.attention = _norm(c, c.dim), Attention(c)
-        self.mlp_norm, self.mlp = _norm(c, c.dim), MLP(c)
+        width = rank or c.dim
+        self.attention_norm, self.attention = _norm(c, c.dim), Attention(c, width)
+        self.mlp_norm, self.mlp = _norm(c, c.dim), MLP(c, width)
+        self.written_by_basis = rank is not None
 
-    def forward(self, x_BTD: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> Tensor:
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), cos_TH, sin_TH)
-        return x_BTD + self.mlp(self.mlp_norm(x_BTD))
+    def forward(
+        self,
+        x_BTD: Tensor,
+        cos_TH: Tensor,
+        sin_TH: Tensor,
+        basis_DR: Tensor | None = None,
+        kept: KeyValues | None = None,
+    ) -> Tensor:
+        def write(y: Tensor) -> Tensor:
+            return F.linear(y, basis_DR) if self.written_by_basis else y
+
+        x_BTD = x_BTD + write(self.attention(self.attention_norm(x_BTD), cos_TH, sin_TH, kept))
+        return x_BTD + write(self.mlp(self.mlp_norm(x_BTD)))
 
 
 def stage_layers(layers: int, stages: int, stage: int) -> range:
@@ -149,15 +215,22 @@ class Decoder(nn.Module):
     """Embedding, blocks, norm and head. `forward` gives logits, `losses` the training loss.
 
     `recompute`: keep only the inputs of blocks, and compute the rest once more in the backward pass.
+    `tap`: called in the backward pass with the gradient with respect to the input [B, T, D] of the first dense layer.
+    With a constraint, buffers `basis_DR` (U) and `fixed_VD` (the fixed embedding) are those of every stage.
     """
 
     recompute = False
+    tap: Callable[[Tensor], None] | None = None
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, constraint: Constraint | None = None):
         super().__init__()
-        self.config = config
-        self.embedding = nn.Embedding(config.vocab_size, config.dim)
-        self.blocks = nn.ModuleDict({str(i): Block(config) for i in range(config.layers)})
+        self.config, self.constraint = config, constraint
+        if constraint is not None and config.tied:
+            raise ValueError("model.tied must be false with a constraint: the embedding keeps to the subspace")
+        rank = constraint.rank if constraint is not None and constraint.reparametrised else None
+        self.embedding = nn.Embedding(config.vocab_size, rank or config.dim)
+        ranks = (rank if i in self.constrained_layers else None for i in range(config.layers))
+        self.blocks = nn.ModuleDict({str(i): Block(config, r) for i, r in enumerate(ranks)})
         self.norm = _norm(config, config.dim)
         self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
         if config.tied:
@@ -165,22 +238,62 @@ class Decoder(nn.Module):
         cos, sin = rotary_tables(config.seq_len, config.width_of_head, config.rope_theta)
         self.register_buffer("cos_TH", cos, persistent=False)
         self.register_buffer("sin_TH", sin, persistent=False)
+        basis = None if constraint is None else torch.empty(config.dim, constraint.rank)
+        fixed = None if constraint is None else torch.empty(config.vocab_size, config.dim)
+        self.register_buffer("basis_DR", basis, persistent=False)
+        self.register_buffer("fixed_VD", fixed, persistent=False)
 
+    @property
+    def constrained_layers(self) -> range:
+        """Layers that write to the subspace alone, of the whole decoder."""
+        return range(0 if self.constraint is None else max(0, self.config.layers - self.constraint.dense_layers))
+
+    def constrained(self) -> list[str]:
+        """Parameters (of this stage) that write to the subspace, by name; the embedding first."""
+        if self.constraint is None:
+            return []
+        found = [] if self.embedding is None else ["embedding.weight"]
+        for i in self.constrained_layers:
+            if str(i) in self.blocks:
+                found += [f"blocks.{i}.attention.out.weight", f"blocks.{i}.mlp.down.weight"]
+        return found
+
+    @torch.no_grad()
     def initialise(self, seed: int) -> Decoder:
-        """Draw all weights from `seed` alone, so every replica starts equal without talking.
+        """Draw all weights from `seed` alone, so every replica and every stage starts equal without talking.
 
         Matrices are N(0, 0.02^2); those that write into the residual stream are divided by
-        sqrt(2 layers) as in GPT-2; norms start at one.
+        sqrt(2 layers) as in GPT-2; norms start at one. With a constraint the same weights are drawn and projected on
+        the subspace, whose basis is drawn from the seed too: isotropic Gaussian columns, made orthonormal.
         """
         generator = torch.Generator().manual_seed(seed)
+        c, constrained = self.config, set(self.constrained())
+        if self.constraint is not None:
+            columns = torch.eye(c.dim)[:, : self.constraint.rank]
+            if self.constraint.basis == "gaussian":
+                own = torch.Generator().manual_seed(seed)
+                columns = torch.empty(self.basis_DR.shape).normal_(generator=own)
+            self.basis_DR.copy_(orthonormal(columns))
         for name, p in self.named_parameters():
             if p.dim() < 2:
                 continue
             std = 0.02
             if name.endswith(("attention.out.weight", "mlp.down.weight")):
-                std /= math.sqrt(2 * self.config.layers)
-            with torch.no_grad():
+                std /= math.sqrt(2 * c.layers)
+            if name not in constrained:
                 p.copy_(torch.empty(p.shape).normal_(0.0, std, generator=generator))
+                continue
+            table = name == "embedding.weight"
+            shape = (c.vocab_size, c.dim) if table else (c.dim, p.shape[1])
+            whole = torch.empty(shape).normal_(0.0, std, generator=generator)
+            if table:
+                self.fixed_VD.copy_(whole)
+                whole = torch.zeros_like(whole) if self.constraint.table == "zero" else whole
+            u = self.basis_DR.to(whole.device)
+            inside = whole @ u if table else u.T @ whole
+            if not self.constraint.reparametrised:
+                inside = inside @ u.T if table else u @ inside
+            p.copy_(inside)
         return self
 
     def cut(self, stage: int, stages: int) -> Decoder:
@@ -198,18 +311,32 @@ class Decoder(nn.Module):
             self.norm = self.head = None
         return self
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Token ids [B, T] (int64) -> logits [B, T, V]; a stage takes and gives activations [B, T, D] at its cuts."""
-        T = x.shape[1]
-        if self.config.seq_len < T:
-            raise ValueError(f"sequence of {T} tokens is longer than model.seq_len = {self.config.seq_len}")
-        cos, sin = self.cos_TH[:T], self.sin_TH[:T]
-        x_BTD = x if self.embedding is None else self.embedding(x)
-        for block in self.blocks.values():
+    def embed(self, ids_BT: Tensor) -> Tensor:
+        """Token ids -> the residual stream [B, T, D] as it begins."""
+        x_BTD = self.embedding(ids_BT)
+        if self.constraint is None:
+            return x_BTD
+        if self.constraint.reparametrised:
+            x_BTD = F.linear(x_BTD, self.basis_DR)
+        return x_BTD + self.fixed_VD[ids_BT]
+
+    def forward(self, x: Tensor, kept: dict[str, KeyValues] | None = None) -> Tensor:
+        """Token ids [B, T] (int64) -> logits [B, T, V]; a stage takes and gives activations [B, T, D] at its cuts.
+
+        With `kept`, a `KeyValues` for each of its layers, the T tokens come after those read before.
+        """
+        T, before = x.shape[1], 0 if kept is None else next(iter(kept.values())).length
+        if self.config.seq_len < before + T:
+            raise ValueError(f"sequence of {before + T} tokens is longer than model.seq_len = {self.config.seq_len}")
+        cos, sin = self.cos_TH[before : before + T], self.sin_TH[before : before + T]
+        x_BTD = x if self.embedding is None else self.embed(x)
+        for name, block in self.blocks.items():
+            if self.tap is not None and int(name) == len(self.constrained_layers) and x_BTD.requires_grad:
+                x_BTD.register_hook(self.tap)
             if self.recompute and torch.is_grad_enabled():
-                x_BTD = checkpoint(block, x_BTD, cos, sin, use_reentrant=False)
+                x_BTD = checkpoint(block, x_BTD, cos, sin, self.basis_DR, use_reentrant=False)
             else:
-                x_BTD = block(x_BTD, cos, sin)
+                x_BTD = block(x_BTD, cos, sin, self.basis_DR, None if kept is None else kept[name])
         return x_BTD if self.head is None else self.head(self.norm(x_BTD))
 
     def losses(self, x: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal, Protocol
 
 import torch
@@ -99,6 +99,10 @@ class Engine(Protocol):
         """
         ...
 
+    def map(self, change: Callable[[dict[str, Tensor]], None]) -> None:
+        """Change in place what the engine keeps of parameters, by name and in their shapes; waits for what travels."""
+        ...
+
     def state(self) -> dict[str, Tensor]:
         """State to checkpoint beside the model and the inner optimizer; waits for what is under way."""
         ...
@@ -157,6 +161,9 @@ class DataParallel:
     def weights(self) -> dict[str, Tensor]:
         return self.named
 
+    def map(self, change: Callable[[dict[str, Tensor]], None]) -> None:
+        """Nothing is kept."""
+
     def state(self) -> dict[str, Tensor]:
         return {}
 
@@ -196,6 +203,9 @@ class Independent:
         mean = _of_replicas(self.world, self.parameters, "replica_average").split([p.numel() for p in self.parameters])
         return {n: v.view(p.shape) for (n, p), v in zip(self.named.items(), mean, strict=True)}
 
+    def map(self, change: Callable[[dict[str, Tensor]], None]) -> None:
+        """Nothing is kept."""
+
     def state(self) -> dict[str, Tensor]:
         return {}
 
@@ -229,6 +239,8 @@ class LocalUpdates:
             self.sections.append(self._owners(names))
         self.schedule = Schedule(len(groups), method.sync_every_steps)
         self.overlap = method.overlap_steps[world.replica % len(method.overlap_steps)]
+        #: Changes in place what an outer step makes of parameters, by name; set where a constraint must hold.
+        self.keep: Callable[[dict[str, Tensor]], None] | None = None
 
     def _piece(self, of: dict[str, Tensor], name: str) -> Tensor:
         piece = self.pieces[name]
@@ -296,7 +308,8 @@ class LocalUpdates:
         fragment = self.fragments[index]
         mean = fragment.under_way.wait()
         fragment.under_way = None
-        fragment.apply(mean, self.method.mixing, None if fragment.peers is None else fragment.peers.wait())
+        peers = None if fragment.peers is None else fragment.peers.wait()
+        fragment.apply(mean, self.method.mixing, peers, self.keep)
         fragment.peers = None
         if fragment.outer.needs_peers and fragment.turns < self._turns(index):
             slow = fragment.agreed.to(self.world.device, copy=True)
@@ -335,19 +348,27 @@ class LocalUpdates:
             self._piece(whole, name).copy_(value)
         return whole
 
+    def map(self, change: Callable[[dict[str, Tensor]], None]) -> None:
+        for fragment in self.fragments:
+            fragment.map(change)
+            for arrived in self._arrived(fragment).values():
+                change(fragment.values(arrived))
+
+    def _arrived(self, fragment: Fragment) -> dict[str, Tensor]:
+        """What was under way to a fragment, waited for."""
+        found = {}
+        for name in ("under_way", "peers"):
+            if (handle := getattr(fragment, name)) is not None:
+                found[name] = handle.wait()
+                setattr(fragment, name, self.world.done(found[name]))
+        return found
+
     def state(self) -> dict[str, Tensor]:
         state = {}
         for index, fragment in enumerate(self.fragments):
             state |= {f"{index}/{name}": b for name, b in fragment.state().items()}
-            if fragment.under_way is not None:
-                mean = fragment.under_way.wait()
-                fragment.under_way = self.world.done(mean)
-                state |= {f"{index}/under_way": mean, f"{index}/due": torch.tensor(fragment.due)}
-            if fragment.peers is not None:
-                peers = fragment.peers.wait()
-                fragment.peers = self.world.done(peers)
-                state[f"{index}/peers"] = peers
-            state[f"{index}/turns"] = torch.tensor(fragment.turns)
+            state |= {f"{index}/{name}": b for name, b in self._arrived(fragment).items()}
+            state |= {f"{index}/due": torch.tensor(fragment.due), f"{index}/turns": torch.tensor(fragment.turns)}
         return state
 
     def load(self, state: dict[str, Tensor]) -> None:
@@ -355,10 +376,9 @@ class LocalUpdates:
             fragment.load({name: state[f"{index}/{name}"] for name in fragment.state()})
             if (mean := state.get(f"{index}/under_way")) is not None:
                 fragment.under_way = self.world.done(mean.to(self.world.device))
-                fragment.due = int(state[f"{index}/due"])
             if (peers := state.get(f"{index}/peers")) is not None:
                 fragment.peers = self.world.done(peers.to(self.world.device))
-            fragment.turns = int(state[f"{index}/turns"])
+            fragment.due, fragment.turns = int(state[f"{index}/due"]), int(state[f"{index}/turns"])
 
     def sent_bytes(self) -> dict[str, int]:
         world, found = self.world, {"outer": 0}

@@ -2,8 +2,9 @@
 
 Each stage runs the forward passes of all micro-batches, then their backward passes. Activations go to the replica of
 the next stage that the route names, their gradients come back the same way; both are sent while the next micro-batch
-is computed, and received into buffers that were posted at the beginning. The last stage draws the targets of whatever
-tokens come by from the data, which is a pure function of step and replica, so that no tokens travel.
+is computed, and received into buffers that were posted at the beginning; what a message says of them is the boundary's
+to decide (`boundary`). The last stage draws the targets of whatever
+tokens come by from the data, which is a pure function of step and replica, so that no targets travel.
 
 With S equal stages and M micro-batches a step takes (M + S - 1) / M times what its stages compute: the share
 (S - 1) / (M + S - 1) of it is the bubble.
@@ -23,8 +24,8 @@ import torch
 from torch import Tensor
 
 from lowcomm.axis import Handle
+from lowcomm.boundary import Boundary
 from lowcomm.comm import World
-from lowcomm.model import Decoder
 from lowcomm.routing import Route, fixed_route, random_route
 
 Routing = Literal["fixed", "random_step", "random_micro_batch"]
@@ -40,7 +41,7 @@ class Pipeline:
     """This rank's stage.
 
     Args:
-        model: the stage, `Decoder.cut` from the whole.
+        boundary: what its messages say.
         forward: input -> activations of any other stage: the model itself, or compiled.
         losses: (input, targets) -> (training loss, cross-entropy) of the last stage.
         autocast: the context of forward passes.
@@ -51,7 +52,7 @@ class Pipeline:
 
     def __init__(
         self,
-        model: Decoder,
+        boundary: Boundary,
         world: World,
         *,
         forward: Callable[[Tensor], Tensor],
@@ -61,7 +62,7 @@ class Pipeline:
         routing: Routing,
         seed: int,
     ):
-        self.width, self.world = model.config.dim, world
+        self.boundary, self.world = boundary, world
         self.forward, self.losses, self.autocast = forward, losses, autocast
         self.micro_batches, self.routing, self.seed = micro_batches, routing, seed
         self.first, self.last = world.stage == 0, world.stage == world.stages - 1
@@ -85,15 +86,12 @@ class Pipeline:
         replicas, stage = self.world.replicas, self.world.stage
         return (stage + 1) * replicas + route.after(stage, self.world.replica)
 
-    def _send(self, rank: int, x: Tensor, purpose: str) -> Handle:
-        return self.world.send_async(x, rank, purpose=purpose, axis="route")
+    def _send(self, rank: int, message: Tensor, purpose: str) -> Handle:
+        return self.world.send_async(message, rank, purpose=purpose, axis="route")
 
-    def _expect(self, rank: int, like: Tensor, purpose: str) -> Handle:
+    def _expect(self, rank: int, nbytes: int, purpose: str) -> Handle:
+        like = torch.empty(nbytes, dtype=torch.uint8, device=self.world.device)
         return self.world.recv_async(rank, purpose=purpose, axis="route", like=like)
-
-    def _room(self, tokens: Tensor) -> Tensor:
-        """Where the activations of tokens [B, T + 1] arrive: [B, T, D]."""
-        return torch.empty(len(tokens), tokens.shape[1] - 1, self.width, device=self.world.device)
 
     def train(self, step: int, batch: Callable[[int], Tensor]) -> list[Tensor]:
         """Forward and backward of one step; gradients of the mean loss of the micro-batches are added to `.grad`.
@@ -101,15 +99,20 @@ class Pipeline:
         `batch(replica)` gives the tokens [B, T + 1] of a replica. Returns the cross-entropy of each micro-batch at the
         last stage, nothing elsewhere.
         """
-        me, count = self.world.replica, self.micro_batches
+        me, count, boundary = self.world.replica, self.micro_batches, self.boundary
         routes = self.routes(step)
-        here = batch(me).chunk(count)
+        here = [part[:, :-1] for part in batch(me).chunk(count)]
+        sizes = [boundary.activation_bytes(x.numel()) for x in here]
         arriving = [] if self.first else [
-            self._expect(self._before(route), self._room(x), ACTIVATIONS) for route, x in zip(routes, here, strict=True)
+            self._expect(self._before(route), size, ACTIVATIONS) for route, size in zip(routes, sizes, strict=True)
         ]  # fmt: skip
         passed, sent, entropies = [], [], []
         for m, route in enumerate(routes):
-            x = here[m][:, :-1] if self.first else arriving[m].wait().requires_grad_()
+            x = ids = here[m]
+            if not self.first:
+                x, ids = boundary.read_activations(arriving[m].wait(), x.shape)
+                x.requires_grad_()
+            turn = (step * count + m) * self.world.size + self.world.rank
             with self.autocast():
                 if self.last:
                     origin = route.origin(self.world.stage, me)
@@ -118,20 +121,23 @@ class Pipeline:
                     entropies.append(entropy.detach())
                 else:
                     y = self.forward(x)
-                    sent.append(self._send(self._after(route), y.detach(), ACTIVATIONS))
-            passed.append((x, y))
+            if not self.last:
+                sent.append(
+                    self._send(self._after(route), boundary.activations(y, ids, turn=turn, slot=m), ACTIVATIONS)
+                )
+            passed.append((x, y, turn))
         returning = [] if self.last else [
-            self._expect(self._after(route), torch.empty_like(y), GRADIENTS)
-            for route, (_, y) in zip(routes, passed, strict=True)
+            self._expect(self._after(route), boundary.gradient_bytes(x.numel()), GRADIENTS)
+            for route, x in zip(routes, here, strict=True)
         ]  # fmt: skip
         for m, route in enumerate(routes):
-            x, y = passed[m]
+            x, y, turn = passed[m]
             passed[m] = None  # and with it what autograd keeps
             if not self.first:
                 arriving[m] = None
-            torch.autograd.backward(y, None if self.last else returning[m].wait())
+            torch.autograd.backward(y, None if self.last else boundary.read_gradients(returning[m].wait(), y))
             if not self.first:
-                sent.append(self._send(self._before(route), x.grad, GRADIENTS))
+                sent.append(self._send(self._before(route), boundary.gradients(x.grad, turn=turn, slot=m), GRADIENTS))
         for handle in sent:
             handle.wait()
         return entropies
@@ -139,15 +145,22 @@ class Pipeline:
     @torch.no_grad()
     def evaluate(self, tokens: Tensor) -> Tensor | None:
         """The cross-entropy of tokens [B, T + 1] along the fixed route, at the last stage."""
-        route = fixed_route(self.world.stages, self.world.replicas)
-        x = tokens[:, :-1] if self.first else self._expect(self._before(route), self._room(tokens), "evaluation").wait()
+        route, boundary = fixed_route(self.world.stages, self.world.replicas), self.boundary
+        x = ids = tokens[:, :-1]
+        if not self.first:
+            nbytes = boundary.activation_bytes(x.numel())
+            x, ids = boundary.read_activations(self._expect(self._before(route), nbytes, "evaluation").wait(), x.shape)
         with self.autocast():
             if self.last:
                 return self.losses(x, tokens[:, 1:])[1]
-            self._send(self._after(route), self.forward(x), "evaluation").wait()
+            y = self.forward(x)
+        self._send(self._after(route), boundary.activations(y, ids), "evaluation").wait()
         return None
 
     def sent_bytes(self, steps: int, sequences: int, tokens: int) -> dict[str, int]:
         """Closed form of this rank's bytes in a run of `steps` with `sequences` of `tokens` a step, by purpose."""
-        once = 4 * steps * sequences * tokens * self.width
-        return {ACTIVATIONS: 0 if self.last else once, GRADIENTS: 0 if self.first else once}
+        messages, each = steps * self.micro_batches, sequences // self.micro_batches * tokens
+        return {
+            ACTIVATIONS: 0 if self.last else messages * self.boundary.activation_bytes(each),
+            GRADIENTS: 0 if self.first else messages * self.boundary.gradient_bytes(each),
+        }

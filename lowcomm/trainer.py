@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lowcomm.boundary import Boundary
 from lowcomm.comm import World
 from lowcomm.config import RunConfig, TrainConfig
 from lowcomm.data import TokenData
@@ -20,6 +21,7 @@ from lowcomm.partial import detach_others, pieces, train_slice
 from lowcomm.pipeline import Pipeline
 from lowcomm.routing import random_slice
 from lowcomm.settings import ConfigError
+from lowcomm.subspace import RowAdamW, Subspace
 
 
 def learning_rate(step: int, t: TrainConfig) -> float:
@@ -33,15 +35,23 @@ def learning_rate(step: int, t: TrainConfig) -> float:
     return t.lr * (t.final_lr_fraction + (1 - t.final_lr_fraction) * shape)
 
 
-def inner_optimizer(parameters: Iterable[Tensor], t: TrainConfig) -> torch.optim.Optimizer:
-    """AdamW or SGD; weight decay on matrices alone."""
-    parameters = list(parameters)
-    matrices = [p for p in parameters if p.dim() >= 2]
-    vectors = [p for p in parameters if p.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": t.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+def inner_optimizer(
+    trained: dict[str, Tensor], t: TrainConfig, mean_dims: dict[str, int] | None = None
+) -> torch.optim.Optimizer:
+    """AdamW or SGD; weight decay on matrices alone. `mean_dims`: see `subspace.RowAdamW`, by the parameters' names."""
+    matrices: dict[int | None, list[Tensor]] = {None: []}
+    for name, p in trained.items():
+        if p.dim() >= 2:
+            matrices.setdefault((mean_dims or {}).get(name), []).append(p)
+    vectors = [p for p in trained.values() if p.dim() < 2]
+    groups = [{"params": matrices.pop(None), "weight_decay": t.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     if t.optimizer == "sgd":
+        groups[0]["params"] += itertools.chain(*matrices.values())
         return torch.optim.SGD(groups, lr=t.lr)
-    fused = not any(hasattr(p, "device_mesh") for p in matrices)
+    if matrices:
+        groups += [{"params": some, "weight_decay": t.weight_decay, "mean_dim": d} for d, some in matrices.items()]
+        return RowAdamW(groups, lr=t.lr, betas=(t.beta1, t.beta2), eps=t.eps)
+    fused = not any(hasattr(p, "device_mesh") for p in trained.values())
     return torch.optim.AdamW(groups, lr=t.lr, betas=(t.beta1, t.beta2), eps=t.eps, fused=fused)
 
 
@@ -56,6 +66,11 @@ def make_engine(model: Decoder, world: World, config: RunConfig) -> Engine:
     if config.method.exchange == "none":
         return Independent(model, world)
     return LocalUpdates(model, world, config.method, config.train, seed=config.seed)
+
+
+def _below(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What is named below a prefix, by the rest of the name."""
+    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
 
 
 def _local(x: Tensor) -> Tensor:
@@ -81,22 +96,28 @@ class Trainer:
             torch.compiler.reset()  # what an earlier run in this process compiled must not decide what this one does
         if world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(world.device)
-        self.model = Decoder(config.model).initialise(config.seed).cut(world.stage, world.stages).to(world.device)
+        m, b = config.method, config.method.boundary
+        self.model = Decoder(config.model, b.constraint).initialise(config.seed).cut(world.stage, world.stages)
+        self.model.to(world.device)
         self.model.recompute = config.train.recompute
         #: What the inner optimizer updates, by the names of the parameters; slices share the memory of the whole.
         self.trained: dict[str, Tensor] = {}
-        self.slice, m = world.replica % config.method.slices, config.method
+        self.slice = world.replica % m.slices
         if m.trainable == "slice":
             parts = pieces(self.model, config.model.layers, m.sliced, m.slices)
             self.trained = train_slice(self.model, parts, self.slice)
         self.engine = make_engine(self.model, world, config)
         self.trained = self.trained or dict(self.model.named_parameters())
-        self.optimizer = inner_optimizer(self.trained.values(), config.train)
+        self.subspace = None if b.constraint is None else Subspace(self.model, b, world, self.trained)
+        if self.subspace is not None and isinstance(self.engine, LocalUpdates) and not self.engine.codec.lossless:
+            self.engine.keep = self.subspace.keep
+        mean_dims = {} if self.subspace is None else self.subspace.mean_dims()
+        self.optimizer = inner_optimizer(self.trained, config.train, mean_dims)
         self.losses = torch.compile(self.model.losses) if config.train.compile else self.model.losses
         self.pipeline = None
         if world.stages > 1:
             self.pipeline = Pipeline(
-                self.model,
+                Boundary(self.model, b, config.seed),
                 world,
                 forward=torch.compile(self.model) if config.train.compile else self.model,
                 losses=self.losses,
@@ -127,10 +148,16 @@ class Trainer:
             self._accumulate(batch(world.replica)) if self.pipeline is None else self.pipeline.train(step, batch)
         )
         self.engine.average_gradients()
+        if self.subspace is not None:
+            self.subspace.project_gradients()
         norm = self._clip()
         self.optimizer.step()
+        if self.subspace is not None:
+            self.subspace.project_weights()
         self.optimizer.zero_grad(set_to_none=True)
         logged = self.engine.after_step(step)
+        if self.subspace is not None and step < t.steps:
+            logged |= self.subspace.update(step, self.optimizer, self.engine.map)
         row = {"step": step, "lr": lr, "grad_norm": norm} | logged
         if entropies:  # at the last stage
             row["loss"] = torch.stack(entropies).mean() if len(entropies) > 1 else entropies[0]
@@ -223,7 +250,8 @@ class Trainer:
         gathered, found = world.exchange(flat, purpose="summary", axis="stage"), {}
         for stage, values in enumerate(gathered):
             with torch.device("meta"):
-                like = dict(Decoder(self.config.model).cut(stage, world.stages).named_parameters())
+                model = Decoder(self.config.model, self.config.method.boundary.constraint)
+                like = dict(model.cut(stage, world.stages).named_parameters())
             parts = values.split([p.numel() for p in like.values()])
             found |= {n: v.view(p.shape) for (n, p), v in zip(like.items(), parts, strict=True)}
         return found
@@ -235,7 +263,7 @@ class Trainer:
         if self.pipeline is not None:
             sent = self.pipeline.sent_bytes(t.steps, self.config.local_batch, t.seq_len)
             found |= {f"route/{purpose}": n for purpose, n in sent.items()}
-        return found
+        return found | ({} if self.subspace is None else self.subspace.sent_bytes(t.steps))
 
     def tensors(self) -> dict[str, Tensor]:
         """All state of this rank, by name: model, inner optimizer, engine."""
@@ -243,6 +271,10 @@ class Trainer:
         for name, p in self.trained.items():
             for key, value in self.optimizer.state.get(p, {}).items():
                 named[f"inner/{name}/{key}"] = _local(value)
+        if self.subspace is not None:
+            named |= {f"subspace/{n}": b for n, b in self.subspace.tensors().items()}
+        if self.pipeline is not None:
+            named |= {f"boundary/{n}": b for n, b in self.pipeline.boundary.errors.items()}
         return named | {f"engine/{n}": b for n, b in self.engine.state().items()}
 
     @torch.no_grad()
@@ -251,14 +283,18 @@ class Trainer:
         for name, p in self.model.named_parameters():
             _local(p).copy_(tensors[f"model/{name}"])
         for name, p in self.trained.items():
-            prefix = f"inner/{name}/"
-            state = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
-            for key, value in state.items():
+            for key, value in _below(f"inner/{name}/", tensors).items():
                 if value.dim() == 0:  # the step count; fused kernels read it where the parameters are
                     fused = self.optimizer.defaults.get("fused")
                     self.optimizer.state[p][key] = value.clone().to(p.device if fused else "cpu")
-                else:
-                    like = torch.zeros_like(p)
+                else:  # of the parameter's shape, or of fewer entries
+                    whole = value.shape == _local(p).shape
+                    like = torch.zeros_like(p) if whole else torch.empty_like(value, device=p.device)
                     _local(like).copy_(value)
                     self.optimizer.state[p][key] = like
-        self.engine.load({k.removeprefix("engine/"): v for k, v in tensors.items() if k.startswith("engine/")})
+        self.engine.load(_below("engine/", tensors))
+        if self.subspace is not None:
+            self.subspace.load(_below("subspace/", tensors))
+        if self.pipeline is not None:
+            errors = _below("boundary/", tensors).items()
+            self.pipeline.boundary.errors = {n: e.to(self.world.device) for n, e in errors}

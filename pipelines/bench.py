@@ -68,7 +68,7 @@ def trainer_and_engine() -> tuple[list[float], list[float]]:
     t = config.train
     data = TokenData(folder, seq_len=t.seq_len, global_batch=t.global_batch, seed=0)
     model = Decoder(config.model).initialise(0)
-    optimizer = inner_optimizer(model.parameters(), t)
+    optimizer = inner_optimizer(dict(model.named_parameters()), t)
     parameters = list(model.parameters())
 
     def bare_block() -> float:

@@ -50,7 +50,7 @@ def test_memory_is_what_is_allocated(outer: str, buffers: int, offload: bool, in
     def work(world) -> tuple[int, ...]:
         model = Decoder(SMALL).initialise(0)
         engine = LocalUpdates(model, world, method, train)
-        optimizer = inner_optimizer(model.parameters(), train)
+        optimizer = inner_optimizer(dict(model.named_parameters()), train)
         tokens = torch.randint(0, 50, (2, 17))
         resident = []
         for step in range(1, train.steps + 1):

@@ -42,7 +42,7 @@ def plain_training(config: RunConfig, corpus: Path) -> tuple[list[float], torch.
     t = config.train
     data = TokenData(corpus, seq_len=t.seq_len, global_batch=t.global_batch, seed=config.seed)
     model = Decoder(config.model).initialise(config.seed)
-    optimizer = inner_optimizer(model.parameters(), t)
+    optimizer = inner_optimizer(dict(model.named_parameters()), t)
     losses = []
     for step in range(1, t.steps + 1):
         for group in optimizer.param_groups:

@@ -101,7 +101,7 @@ def test_grouped_heads_are_sliced_together() -> None:
 def test_a_step_updates_the_slice_in_the_whole_and_nothing_else(sliced: tuple[str, ...]) -> None:
     """The slice is a view of the weight; what is frozen has no gradient, no optimizer state, and stays."""
     model, trained, parts = sliced_model(SMALL, sliced, 4, 2)
-    optimizer = inner_optimizer(trained.values(), TrainConfig(10, 4, 12, 0.01, 0, 0, 4))
+    optimizer = inner_optimizer(trained, TrainConfig(10, 4, 12, 0.01, 0, 0, 4))
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     for _ in range(2):
         backward(model, batch(SMALL))

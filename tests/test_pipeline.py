@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from lowcomm.boundary import Boundary
 from lowcomm.comm import World
-from lowcomm.config import CommConfig, RunConfig
+from lowcomm.config import BoundaryConfig, CommConfig, RunConfig
 from lowcomm.data import TokenData
 from lowcomm.metrics import read_metrics
 from lowcomm.model import Decoder, ModelConfig, stage_layers
@@ -124,7 +125,7 @@ def test_gradients_are_those_of_the_stages_along_the_route(route: str, corpus: P
     def work(world: World) -> tuple[list, dict[str, torch.Tensor]]:
         stage = copy.deepcopy(models[world.replica]).cut(world.stage, 2)
         pipeline = Pipeline(
-            stage,
+            Boundary(stage, BoundaryConfig(), 0),
             world,
             forward=stage,
             losses=stage.losses,

@@ -1,0 +1,275 @@
+"""Protocol Models (arXiv:2506.01260): what writes into the residual stream keeps to a subspace of few dimensions.
+
+Then the stream, less the fixed part of the token embedding, lies in the subspace, and so little crosses the boundary of
+two stages of a pipeline (`boundary`). A row of the paper's W_p is a column of `nn.Linear.weight`, so here
+
+    W <- U U^T W      for W_p1 (`attention.out`) and W_p2 (`mlp.down`), of shape [D, in], of all but the dense layers
+    T <- T U U^T      for the trainable embedding T_S, of shape [V, D]
+
+Gradients with respect to the stream have parts outside the subspace (through norms, attention and activations), which
+reach no weight but through U: those of constrained matrices are projected (appendix A), so that they are the same
+however many boundaries there are. AdamW would still leave the subspace, as its second moment scales each entry by
+another factor; with one second moment for all entries that share a row of W_p (Eqs. 12 to 14) it does not (`RowAdamW`).
+
+Every so many steps the subspace takes a step on the Grassmann manifold (section 4.5), towards the gradients G_t at the
+last compressed layer. With S = sum_t G_t^T G_t, the energy outside is tr S - tr(U^T S U); here it is taken as a share
+of tr S, so that the step size has no unit (the paper prints neither its scale nor its size):
+
+    grad = -2 (I - U U^T) S U / tr S        Eq. 11
+    U   <- orthonormal(U - eta grad)        by QR, with fixed signs
+
+What lived in the old subspace, weights, first moments and outer state, is projected on the new one.
+
+    symbol  name here          symbol  name here
+    U       `basis` [D, k]     S       `gram` [D, D]
+    k       `rank`             eta     `update_lr`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from lowcomm.accounting import mean_bytes
+from lowcomm.comm import World
+from lowcomm.config import BoundaryConfig
+from lowcomm.model import Decoder, orthonormal
+from lowcomm.partial import SlicedLinear
+
+
+def share_outside(gram: Tensor, basis: Tensor) -> float:
+    """Share of the gradients' energy outside the subspace: 1 - tr(U^T S U) / tr S."""
+    s, u = gram.double(), basis.double()
+    return float(1 - torch.einsum("dk,de,ek->", u, s, u) / s.trace())
+
+
+def grassmann_gradient(gram: Tensor, basis: Tensor) -> Tensor:
+    """The Riemannian gradient of `share_outside` [D, k] (Eq. 11), in fp64."""
+    s, u = gram.double(), basis.double()
+    euclidean = s @ u * (-2 / s.trace())
+    return euclidean - u @ (u.T @ euclidean)
+
+
+def grassmann_step(gram: Tensor, basis: Tensor, lr: float) -> Tensor:
+    """The basis after one step; the same where `gram` is zero."""
+    if not gram.any():
+        return basis.clone()
+    return orthonormal(basis.double() - lr * grassmann_gradient(gram, basis)).to(basis.dtype)
+
+
+def project(x: Tensor, basis: Tensor, dim: int) -> Tensor:
+    """x (a matrix) projected on the subspace along its dimension of size D."""
+    return (x @ basis) @ basis.T if dim else basis @ (basis.T @ x)
+
+
+class RowAdamW(torch.optim.Optimizer):
+    """AdamW (Loshchilov and Hutter, 2017), in some groups with one second moment for each row of W_p (Eqs. 12 to 14).
+
+    Such a group names `mean_dim`, the dimension of its matrices over which the second moment is the mean (0 for
+    [D, in], 1 for [in, D]); None for plain AdamW, which is torch's own fused one. The mean of the second moments is the
+    second moment of the means, so only the means are kept: one value in place of D.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        mean_dim: int | None = None,
+    ):
+        for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+            if value < 0:
+                raise ValueError(f"{name} = {value} must be at least 0")
+        for i, beta in enumerate(betas):
+            if not 0 <= beta < 1:
+                raise ValueError(f"betas[{i}] = {beta} must be at least 0 and below 1")
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "mean_dim": mean_dim}
+        super().__init__(params, defaults | {"fused": True})
+        for group in self.param_groups:
+            if group["mean_dim"] is not None and (bad := [p for p in group["params"] if p.dim() != 2]):
+                raise ValueError(f"mean_dim = {group['mean_dim']} is for matrices, got shape {tuple(bad[0].shape)}")
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step; returns what `closure` (run with gradients) does."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            some = [p for p in group["params"] if p.grad is not None]
+            for p in some:
+                if not self.state[p]:
+                    self._begin(p, group["mean_dim"])
+            if some:
+                (self._plain if group["mean_dim"] is None else self._rows)(group, some)
+        return loss
+
+    def _begin(self, p: Tensor, mean_dim: int | None) -> None:
+        shape = [1 if d == mean_dim else n for d, n in enumerate(p.shape)]
+        self.state[p] = {
+            "step": torch.zeros((), dtype=torch.float32, device=p.device),
+            "exp_avg": torch.zeros_like(p),
+            "exp_avg_sq": torch.zeros_like(p) if mean_dim is None else p.new_zeros(shape),
+        }
+
+    def _plain(self, group: dict[str, Any], some: list[Tensor]) -> None:
+        states = [self.state[p] for p in some]
+        beta1, beta2 = group["betas"]
+        adamw(
+            some,
+            [p.grad for p in some],
+            [s["exp_avg"] for s in states],
+            [s["exp_avg_sq"] for s in states],
+            [],
+            [s["step"] for s in states],
+            fused=True,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+    def _rows(self, group: dict[str, Any], some: list[Tensor]) -> None:
+        (beta1, beta2), lr, dim = group["betas"], group["lr"], group["mean_dim"]
+        states, grads = [self.state[p] for p in some], [p.grad for p in some]
+        torch._foreach_add_([s["step"] for s in states], 1)
+        torch._foreach_lerp_([s["exp_avg"] for s in states], grads, 1 - beta1)
+        torch._foreach_mul_(some, 1 - lr * group["weight_decay"])
+        for p, state in zip(some, states, strict=True):
+            mean = torch.linalg.vector_norm(p.grad, dim=dim, keepdim=True).square_().div_(p.shape[dim])
+            v = state["exp_avg_sq"].lerp_(mean, 1 - beta2)
+            rate = v.div(1 - beta2 ** state["step"]).sqrt_().add_(group["eps"]).reciprocal_()
+            p.addcmul_(state["exp_avg"], rate.mul_(lr / (1 - beta1 ** state["step"])), value=-1)
+
+
+class Subspace:
+    """One rank's part in it: keeps to the subspace what it trains, and moves the subspace.
+
+    Args:
+        model: a stage, made with a constraint. trained: what the inner optimizer updates, by the parameters' names.
+    """
+
+    def __init__(self, model: Decoder, boundary: BoundaryConfig, world: World, trained: dict[str, Tensor]):
+        self.model, self.boundary, self.world = model, boundary, world
+        self.basis = model.basis_DR
+        self.names = model.constrained()
+        self.projected = boundary.mode == "projected"
+        #: What is constrained of what is trained, and its dimension of size D (or k, re-parametrised).
+        self.trained = {n: (trained[n], self._dim(n, stored=True)) for n in self.names if n in trained}
+        self.gram: Tensor | None = None
+        if boundary.update_every_steps and world.stage == world.stages - 1:
+            self.gram = self.basis.new_zeros(len(self.basis), len(self.basis))
+            model.tap = self._observe
+
+    def _dim(self, name: str, *, stored: bool = False) -> int:
+        """The dimension of size D of a parameter; `stored`: of the tensor that is trained, which may be transposed."""
+        if name == "embedding.weight":
+            return 1
+        layer = self.model.get_submodule(name.removesuffix(".weight"))
+        return int(stored and isinstance(layer, SlicedLinear) and layer.dim == 1)
+
+    def _observe(self, gradient: Tensor) -> None:
+        rows = gradient.flatten(0, -2).float()
+        self.gram.addmm_(rows.T, rows)
+
+    def mean_dims(self) -> dict[str, int]:
+        """Of the parameters whose second moment is a mean: the dimension it is over."""
+        if not self.projected or self.boundary.second_moment == "element":
+            return {}
+        mixed = self.boundary.second_moment == "mixed"
+        return {n: dim for n, (_, dim) in self.trained.items() if not (mixed and n.endswith("attention.out.weight"))}
+
+    @torch.no_grad()
+    def project_gradients(self) -> None:
+        """Between the backward pass and clipping."""
+        if self.projected:
+            for p, dim in self.trained.values():
+                if p.grad is not None:
+                    p.grad.copy_(project(p.grad, self.basis, dim))
+
+    @torch.no_grad()
+    def project_weights(self) -> None:
+        """After the inner optimizer: what its second moment, one of each entry, has moved out of the subspace."""
+        kept = self.mean_dims()
+        for name, (p, dim) in self.trained.items():
+            if self.projected and name not in kept:
+                p.copy_(project(p, self.basis, dim))
+
+    def keep(self, values: dict[str, Tensor]) -> None:
+        """Project other values of parameters (in their shapes), in place: outer state, after a lossy codec."""
+        self._map(values, lambda x, dim: project(x, self.basis, dim))
+
+    def _map(self, values: dict[str, Tensor], change: Callable[[Tensor, int], Tensor]) -> None:
+        for name, value in values.items():
+            if (parameter := name.partition("[")[0]) in self.names:
+                value.copy_(change(value, self._dim(parameter)))
+
+    @torch.no_grad()
+    def update(
+        self,
+        step: int,
+        optimizer: torch.optim.Optimizer,
+        map_outer: Callable[[Callable[[dict[str, Tensor]], None]], None],
+    ) -> dict[str, float]:
+        """Move the subspace if it is time; every rank must call it after every step but the last.
+
+        map_outer: applies a change to the values of parameters in outer state. Returns what is worth logging, on the
+        last stage: the share of the gradients' energy outside the subspace, before and after.
+        """
+        every = self.boundary.update_every_steps
+        if not every or step % every:
+            return {}
+        world, new, logged = self.world, self.basis.clone(), {}
+        if self.gram is not None:
+            world.sum(self.gram, purpose="subspace")
+            new = grassmann_step(self.gram, self.basis, self.boundary.update_lr)
+            shares = share_outside(self.gram, self.basis), share_outside(self.gram, new)
+            logged = dict(zip(("outside", "outside_after"), shares, strict=True))
+            self.gram.zero_()
+        if world.stages > 1:
+            world.broadcast(new, purpose="subspace", axis="stage", root=world.stages - 1)
+        old = self.basis.clone()
+
+        def carried(x: Tensor, dim: int) -> Tensor:
+            if self.projected:
+                return project(x, new, dim)
+            turned = new.T @ old  # coordinates in the old basis -> of the projection, in the new one
+            return x @ turned.T if dim else turned @ x
+
+        self._map({n: self.model.get_parameter(n) for n in self.names}, carried)
+        for p, dim in self.trained.values():
+            if (moment := optimizer.state.get(p, {}).get("exp_avg")) is not None:
+                moment.copy_(carried(moment, dim))
+        map_outer(lambda values: self._map(values, carried))
+        self.basis.copy_(new)
+        return logged
+
+    def sent_bytes(self, steps: int) -> dict[str, int]:
+        """Closed form of this rank's bytes in a run of `steps`, by axis and purpose."""
+        every, world = self.boundary.update_every_steps, self.world
+        updates = (steps - 1) // every if every else 0
+        dim, rank = self.basis.shape
+        last = world.stage == world.stages - 1
+        return {
+            "replica/subspace": last * updates * mean_bytes(dim * dim, 4, world.replicas, world.replica),
+            "stage/subspace": last * updates * (world.stages - 1) * 4 * dim * rank,
+        }
+
+    def tensors(self) -> dict[str, Tensor]:
+        """State to checkpoint."""
+        return {"basis": self.basis} | ({} if self.gram is None else {"gram": self.gram})
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """Put back what `tensors` gave."""
+        for name, value in self.tensors().items():
+            value.copy_(tensors[name])
