@@ -92,7 +92,7 @@ class Constraint:
 def orthonormal(x: Tensor) -> Tensor:
     """An orthonormal basis of the columns of x [D, R]: Q of its QR, with the signs that make it continuous in x."""
     q, r = torch.linalg.qr(x)
-    return q * torch.where(r.diagonal() < 0, -1.0, 1.0)
+    return (q * torch.where(r.diagonal() < 0, -1.0, 1.0)).contiguous()
 
 
 class KeyValues:

@@ -148,8 +148,9 @@ class RowAdamW(torch.optim.Optimizer):
         for p, state in zip(some, states, strict=True):
             mean = torch.linalg.vector_norm(p.grad, dim=dim, keepdim=True).square_().div_(p.shape[dim])
             v = state["exp_avg_sq"].lerp_(mean, 1 - beta2)
-            rate = v.div(1 - beta2 ** state["step"]).sqrt_().add_(group["eps"]).reciprocal_()
-            p.addcmul_(state["exp_avg"], rate.mul_(lr / (1 - beta1 ** state["step"])), value=-1)
+            t = state["step"].double()
+            rate = v.div(1 - beta2**t).sqrt_().add_(group["eps"]).reciprocal_().mul_(lr / (1 - beta1**t))
+            p.addcmul_(state["exp_avg"], rate, value=-1)
 
 
 class Subspace:
@@ -207,7 +208,8 @@ class Subspace:
 
     def keep(self, values: dict[str, Tensor]) -> None:
         """Project other values of parameters (in their shapes), in place: outer state, after a lossy codec."""
-        self._map(values, lambda x, dim: project(x, self.basis, dim))
+        if self.projected:
+            self._map(values, lambda x, dim: project(x, self.basis, dim))
 
     def _map(self, values: dict[str, Tensor], change: Callable[[Tensor, int], Tensor]) -> None:
         for name, value in values.items():

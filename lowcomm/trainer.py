@@ -109,8 +109,8 @@ class Trainer:
         self.engine = make_engine(self.model, world, config)
         self.trained = self.trained or dict(self.model.named_parameters())
         self.subspace = None if b.constraint is None else Subspace(self.model, b, world, self.trained)
-        if self.subspace is not None and isinstance(self.engine, LocalUpdates) and not self.engine.codec.lossless:
-            self.engine.keep = self.subspace.keep
+        if isinstance(self.engine, LocalUpdates) and not self.engine.codec.lossless:
+            self.engine.keep = None if self.subspace is None else self.subspace.keep
         mean_dims = {} if self.subspace is None else self.subspace.mean_dims()
         self.optimizer = inner_optimizer(self.trained, config.train, mean_dims)
         self.losses = torch.compile(self.model.losses) if config.train.compile else self.model.losses
@@ -242,12 +242,16 @@ class Trainer:
         return found
 
     def whole(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The evaluated parameters of all stages, on the ranks of replica 0; every rank must ask."""
+        """The evaluated parameters of all stages, and the subspace's basis and fixed embedding where there is one.
+
+        On the ranks of replica 0; every rank must ask.
+        """
         world = self.world
+        fixed = {} if self.subspace is None else {n: getattr(self.model, n) for n in ("basis_DR", "fixed_VD")}
         if world.stages == 1 or world.replica:
-            return weights
+            return weights | fixed
         flat = torch.cat([w.detach().reshape(-1).float() for w in weights.values()])
-        gathered, found = world.exchange(flat, purpose="summary", axis="stage"), {}
+        gathered, found = world.exchange(flat, purpose="summary", axis="stage"), fixed
         for stage, values in enumerate(gathered):
             with torch.device("meta"):
                 model = Decoder(self.config.model, self.config.method.boundary.constraint)

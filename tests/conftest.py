@@ -44,11 +44,13 @@ def settings_of(config: RunConfig) -> list[str]:
     grid = [
         f"{key}={getattr(config, key)}" for key in ("replicas", "stages") if getattr(config, key) != getattr(smoke, key)
     ]
+    boundary, default = vars(config.method.boundary), vars(smoke.method.boundary)
+    grid += [f"method.boundary.{key}={value}" for key, value in boundary.items() if value != default[key]]
     return grid + [
         f"{section}.{key}={json.dumps(value)}"
         for section in ("model", "data", "train", "method", "comm", "checkpoint")
         for key, value in vars(getattr(config, section)).items()
-        if value != getattr(getattr(smoke, section), key)
+        if value != getattr(getattr(smoke, section), key) and key != "boundary"
     ]
 
 

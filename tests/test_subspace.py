@@ -1,0 +1,430 @@
+"""Protocol Models: exact boundaries, weights that stay in the subspace, the Grassmann step, resume, refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowcomm.boundary import Boundary, id_bytes, pack_ids, unpack_ids
+from lowcomm.config import RunConfig
+from lowcomm.data import TokenData
+from lowcomm.metrics import read_metrics
+from lowcomm.model import Constraint, Decoder, ModelConfig, orthonormal
+from lowcomm.ranks import run_threads
+from lowcomm.subspace import RowAdamW, grassmann_gradient, grassmann_step, project, share_outside
+from lowcomm.train import train_in_threads
+from lowcomm.trainer import Trainer
+from tests.conftest import command_line, small_run
+from tests.harness import Crash, train_in_processes
+
+MOVING = {"update_every_steps": 5, "update_lr": 1.0}
+
+
+def held(run: str = "data_parallel", *, boundary: dict[str, Any] | None = None, **override: Any) -> RunConfig:
+    """A small run of four layers that keeps to a subspace of 4 of 16 dimensions.
+
+    Its learning rate is a third of the smoke scale's, at which rounding errors grow tenfold a step.
+    """
+    override["model"] = {"layers": 4} | override.get("model", {})
+    override["train"] = {"lr": 0.003} | override.get("train", {})
+    method = {"boundary": {"kind": "subspace", "rank": 4} | (boundary or {})}
+    override.setdefault("replicas", 1)
+    return small_run(run, **override | {"method": method | override.get("method", {})})
+
+
+def losses_of(config: RunConfig, corpus: Path, out: Path) -> list[float]:
+    summary = train_in_threads(config, corpus, out)
+    rank = (config.stages - 1) * config.replicas
+    rows = read_metrics(out / "metrics" / f"rank-{rank:03d}.jsonl")
+    return [r["loss"] for r in rows] + [summary["val_loss"]]
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    return float(((a - b).norm() / b.norm()).detach())
+
+
+# Boundaries
+
+
+@pytest.mark.parametrize(("vocab_size", "each"), [(2, 1), (256, 1), (257, 2), (65_536, 2), (65_537, 3), (128_256, 3)])
+def test_token_ids_travel_in_as_few_bytes_as_hold_them(vocab_size: int, each: int) -> None:
+    ids = torch.tensor([0, 1, vocab_size // 2, vocab_size - 1])
+    packed = pack_ids(ids, vocab_size)
+    assert id_bytes(vocab_size) == each
+    assert packed.numel() == 4 * each
+    assert unpack_ids(packed, vocab_size).tolist() == ids.tolist()
+
+
+def _whole_and_cut(trainer: Trainer, stages: int, tokens: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor], float]:
+    """Gradients of a constrained model as autograd knows them, the same through boundaries, and how well those rebuild.
+
+    Of constrained matrices, the part in the subspace, which is what trains them.
+    """
+    model, b = trainer.model, trainer.config.method.boundary
+    ids, targets = tokens[:, :-1], tokens[:, 1:]
+    tap, model.tap = model.tap, None
+
+    def taken() -> dict[str, Tensor]:
+        trainer.subspace.project_gradients()
+        found = {n: p.grad.clone() for n, p in model.named_parameters()}
+        model.zero_grad()
+        return found
+
+    model.losses(ids, targets)[0].backward()
+    whole = taken()
+    boundary, worst = Boundary(model, b, 0), 0.0
+    layers, norm, head, embedding = dict(model.blocks), model.norm, model.head, model.embedding
+    passed, x = [], ids
+    for stage in range(stages):
+        model.blocks = torch.nn.ModuleDict({n: m for n, m in layers.items() if int(n) * stages // len(layers) == stage})
+        model.embedding = embedding if stage == 0 else None
+        model.norm, model.head = (norm, head) if stage == stages - 1 else (None, None)
+        y = model.losses(x, targets)[0] if stage == stages - 1 else model(x)
+        passed.append((x, y))
+        if stage < stages - 1:
+            x, came = boundary.read_activations(boundary.activations(y, ids), ids.shape)
+            assert torch.equal(came, ids)
+            worst = max(worst, relative(x, y.detach()))
+            x.requires_grad_()
+    gradient = None
+    for x, y in reversed(passed):
+        torch.autograd.backward(y, gradient)
+        if x.is_floating_point():
+            gradient = boundary.read_gradients(boundary.gradients(x.grad), x)
+    model.blocks, model.norm, model.head, model.embedding = torch.nn.ModuleDict(layers), norm, head, embedding
+    model.tap = tap
+    return whole, taken(), worst
+
+
+@pytest.mark.parametrize("mode", ["projected", "reparametrised"])
+def test_boundaries_are_exact_over_200_steps_and_through_updates(mode: str, corpus: Path) -> None:
+    """Activations rebuilt to 1e-5; gradients upstream of all boundaries, and weights in the subspace, likewise."""
+    steps, moving = 200, {"update_every_steps": 40, "update_lr": 1.0, "mode": mode}
+    config = held(boundary=moving, train={"steps": steps + 1, "warmup_steps": 10, "weight_decay": 0.01})
+
+    def work(world) -> None:
+        t = config.train
+        data = TokenData(corpus, seq_len=t.seq_len, global_batch=t.global_batch, seed=0)
+        trainer = Trainer(config, world, data)
+        begun, losses = trainer.subspace.basis.clone(), []
+        for step in range(1, steps + 1):
+            losses.append(float(trainer.step(step)["loss"]))
+            if step % 20 and step % 40 > 1:
+                continue
+            whole, cut, worst = _whole_and_cut(trainer, 4, data.batch(step + 1))
+            assert worst < 1e-5
+            assert relative(*(torch.cat([g.flatten() for g in some.values()]) for some in (cut, whole))) < 1e-5
+            for name, gradient in whole.items():  # each, too: some are sums of which little is left
+                assert relative(cut[name], gradient) < 1e-4, name
+            if mode == "projected":
+                for name in trainer.model.constrained():
+                    w, dim = trainer.model.get_parameter(name), int(name == "embedding.weight")
+                    assert relative(project(w, trainer.subspace.basis, dim), w) < 1e-5, name
+        assert relative(trainer.subspace.basis, begun) > 0.1  # it has moved
+        assert losses[-1] < losses[0] - 0.5  # and trained
+
+    run_threads(work, replicas=1)
+
+
+def test_without_the_fixed_embedding_much_would_be_lost() -> None:
+    """What the token ids are for: the stream alone is of full rank, so that a test of exactness can fail."""
+    model = Decoder(ModelConfig(16, 2, 2, 32, 64, 8), Constraint(4)).initialise(0)
+    x = model.embed(torch.arange(8)[None])[0]
+    assert relative(project(x, model.basis_DR, 1), x) > 0.3
+
+
+@pytest.mark.parametrize("boundary", [{}, MOVING, MOVING | {"mode": "reparametrised"}, {"second_moment": "mixed"}])
+def test_one_two_and_four_stages_give_the_same_losses(boundary: dict, corpus: Path, tmp_path: Path) -> None:
+    """To 1e-5 over 12 steps: activations are rebuilt to rounding, which training amplifies."""
+    one, *others = (losses_of(held(boundary=boundary, stages=s), corpus, tmp_path / str(s)) for s in (1, 2, 4))
+    for other in others:
+        assert other == pytest.approx(one, rel=1e-5)
+
+
+def test_a_subspace_of_all_dimensions_is_the_dense_pipeline(corpus: Path, tmp_path: Path) -> None:
+    """k = d, with AdamW as it is: what is fixed and what is trained of the embedding add up to one that is trained."""
+    config = held(boundary={"rank": 16, "second_moment": "element"}, stages=2)
+    dense = held(boundary={"kind": "dense", "rank": 0}, stages=2)
+    losses = losses_of(config, corpus, tmp_path / "subspace")
+
+    def work(world) -> list[float]:
+        t = dense.train
+        data = TokenData(corpus, seq_len=t.seq_len, global_batch=t.global_batch, seed=0)
+        trainer = Trainer(dense, world, data)
+        if world.stage == 0:  # the projection of the fixed embedding, which is itself, on top of it
+            trainer.model.embedding.weight.data.mul_(2)
+        rows = [trainer.step(step) for step in range(1, t.steps + 1)]
+        return [float(r["loss"]) for r in rows if "loss" in r] + [trainer.evaluate()]
+
+    assert run_threads(work, replicas=1, stages=2)[1] == pytest.approx(losses, rel=1e-5)
+
+
+def test_both_modes_begin_with_the_same_model() -> None:
+    config, ids = ModelConfig(16, 4, 2, 32, 64, 8), torch.arange(8)[None]
+    projected, by_coordinates = (
+        Decoder(config, Constraint(4, reparametrised=r)).initialise(3)(ids) for r in (False, True)
+    )
+    torch.testing.assert_close(by_coordinates, projected, rtol=1e-5, atol=1e-6)
+    assert not torch.equal(projected, Decoder(config).initialise(3)(ids))
+
+
+# AdamW
+
+
+def _steps_in_subspace(optimizer: torch.optim.Optimizer, w: Tensor, basis: Tensor, count: int) -> float:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(count):
+        w.grad = basis @ torch.randn(basis.shape[1], w.shape[1], generator=generator)
+        optimizer.step()
+    return relative(project(w.detach(), basis, 0), w.detach())
+
+
+def test_rows_keep_weights_in_the_subspace_and_plain_adamw_leaves_it() -> None:
+    basis = orthonormal(torch.randn(32, 4, generator=torch.Generator().manual_seed(0)))
+    weights = [(basis @ torch.ones(4, 48)).requires_grad_() for _ in range(2)]
+    rows = RowAdamW([weights[0]], lr=0.01, weight_decay=0.1, mean_dim=0)
+    plain = torch.optim.AdamW([weights[1]], lr=0.01, weight_decay=0.1)
+    assert _steps_in_subspace(rows, weights[0], basis, 200) < 1e-5
+    assert _steps_in_subspace(plain, weights[1], basis, 200) > 0.01
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_the_mean_of_second_moments_is_as_the_paper_takes_it(dim: int) -> None:
+    """Eqs. 12 to 14 in fp64, step by step: the second moment entry by entry, and its mean over a row of W_p after."""
+    generator = torch.Generator().manual_seed(0)
+    w = torch.randn(6, 5, dtype=torch.float64, generator=generator)
+    p = w.clone().requires_grad_()
+    lr, decay, (b1, b2), eps = 0.1, 0.2, (0.9, 0.99), 1e-8
+    optimizer = RowAdamW([p], lr=lr, betas=(b1, b2), eps=eps, weight_decay=decay, mean_dim=dim)
+    m, v = torch.zeros_like(w), torch.zeros_like(w)
+    for t in range(1, 6):
+        g = torch.randn(w.shape, dtype=torch.float64, generator=generator)
+        m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g.square()
+        v_row = (v / (1 - b2**t)).mean(dim, keepdim=True)
+        w = w - lr * (m / (1 - b1**t) / (v_row.sqrt() + eps) + decay * w)
+        p.grad = g
+        optimizer.step()
+    torch.testing.assert_close(p.detach(), w)
+    assert optimizer.state[p]["exp_avg_sq"].numel() == w.numel() // w.shape[dim]
+
+
+def test_a_plain_group_is_torchs_own_adamw_bit_for_bit() -> None:
+    start, generator = torch.randn(7, 5), torch.Generator().manual_seed(2)
+    ours, theirs = start.clone().requires_grad_(), start.clone().requires_grad_()
+    optimizers = RowAdamW([ours], lr=0.01), torch.optim.AdamW([theirs], lr=0.01, fused=True)
+    for _ in range(4):
+        ours.grad = theirs.grad = torch.randn(7, 5, generator=generator)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert torch.equal(ours, theirs)
+
+
+def test_an_optimizer_can_be_saved_and_takes_a_closure() -> None:
+    p = torch.randn(4, 3).requires_grad_()
+    optimizer = RowAdamW([{"params": [p], "mean_dim": 0}], lr=0.1)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = p.square().sum()
+        loss.backward()
+        return loss
+
+    first = optimizer.step(closure).item()
+    again = RowAdamW([{"params": [p], "mean_dim": 0}], lr=0.1)
+    again.load_state_dict(optimizer.state_dict())
+    assert again.step(closure).item() < first
+    assert again.state[p]["step"] == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lr": -1.0}, "lr = -1.0 must be at least 0"),
+        ({"betas": (0.9, 1.0)}, r"betas\[1\] = 1.0 must be at least 0 and below 1"),
+        ({"mean_dim": 0}, r"mean_dim = 0 is for matrices, got shape \(4,\)"),
+    ],
+)
+def test_an_optimizer_refuses(settings: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RowAdamW([torch.zeros(4, requires_grad=True)], **settings)
+
+
+@pytest.mark.parametrize("moment", ["row", "mixed", "element"])
+def test_every_rule_keeps_a_trained_model_in_the_subspace(moment: str, corpus: Path) -> None:
+    config = held(boundary={"second_moment": moment}, train={"weight_decay": 0.1, "steps": 30})
+
+    def work(world) -> None:
+        t = config.train
+        trainer = Trainer(config, world, TokenData(corpus, seq_len=t.seq_len, global_batch=t.global_batch, seed=0))
+        for step in range(1, 31):
+            trainer.step(step)
+        for name in trainer.model.constrained():
+            w = trainer.model.get_parameter(name)
+            assert relative(project(w, trainer.subspace.basis, int(name == "embedding.weight")), w) < 1e-5
+        means = {n: trainer.optimizer.state[p]["exp_avg_sq"].shape != p.shape for n, p in trainer.trained.items()}
+        rows = {
+            n
+            for n in trainer.model.constrained()
+            if moment == "row" or (moment == "mixed" and not n.endswith("attention.out.weight"))
+        }
+        assert {n for n, mean in means.items() if mean} == rows
+
+    run_threads(work, replicas=1)
+
+
+# The Grassmann step
+
+
+def _gram(dim: int = 12, seed: int = 0) -> Tensor:
+    g = torch.randn(50, dim, generator=torch.Generator().manual_seed(seed)) * torch.linspace(2, 0.1, dim)
+    return g.T @ g
+
+
+def test_the_gradient_is_that_of_finite_differences() -> None:
+    """To 1e-5, along random tangent directions, the retraction included; in fp64."""
+    gram, generator = _gram().double(), torch.Generator().manual_seed(1)
+    basis = orthonormal(torch.randn(12, 3, dtype=torch.float64, generator=generator))
+    gradient = grassmann_gradient(gram, basis)
+    assert (basis.T @ gradient).abs().max() < 1e-12  # tangent
+    for _ in range(5):
+        direction = torch.randn(12, 3, dtype=torch.float64, generator=generator)
+        direction -= basis @ (basis.T @ direction)
+        h = 1e-5
+        ahead, behind = (share_outside(gram, orthonormal(basis + s * h * direction)) for s in (1, -1))
+        assert (ahead - behind) / (2 * h) == pytest.approx(float((gradient * direction).sum()), rel=1e-5)
+
+
+def test_a_step_lowers_the_energy_outside_and_keeps_the_basis_orthonormal() -> None:
+    gram, basis = _gram(), orthonormal(torch.randn(12, 3, generator=torch.Generator().manual_seed(1)))
+    shares = [share_outside(gram, basis)]
+    for _ in range(200):
+        basis = grassmann_step(gram, basis, 0.5)
+        shares.append(share_outside(gram, basis))
+        assert (basis.T @ basis - torch.eye(3)).abs().max() < 1e-6
+    assert all(b <= a + 1e-12 for a, b in itertools.pairwise(shares))
+    energies = torch.linalg.eigvalsh(gram.double())
+    assert shares[-1] == pytest.approx(float(energies[:-3].sum() / energies.sum()), rel=1e-3)  # the best there is
+
+
+def test_a_small_step_changes_the_basis_little_and_no_gradients_not_at_all() -> None:
+    """QR alone may flip signs; weights in coordinates of the basis would flip with them."""
+    gram, basis = _gram(), orthonormal(torch.randn(12, 3, generator=torch.Generator().manual_seed(1)))
+    assert (grassmann_step(gram, basis, 1e-4) - basis).abs().max() < 1e-3
+    assert torch.equal(grassmann_step(torch.zeros(12, 12), basis, 1.0), basis)
+
+
+def test_what_the_update_sees_is_the_gradient_at_the_last_compressed_layer(corpus: Path) -> None:
+    """S = sum of G^T G over micro-batches, in a whole model and at the last stage of a pipeline alike."""
+    found = {}
+    for stages in (1, 2):
+        config = held(boundary={"update_every_steps": 11, "update_lr": 1.0}, stages=stages, train={"accumulation": 2})
+
+        def work(world, config: RunConfig = config) -> Tensor | None:
+            t = config.train
+            trainer = Trainer(config, world, TokenData(corpus, seq_len=t.seq_len, global_batch=t.global_batch, seed=0))
+            trainer.step(1)
+            return trainer.subspace.gram
+
+        *others, found[stages] = run_threads(work, replicas=1, stages=stages)
+        assert all(g is None for g in others)
+    torch.testing.assert_close(found[2], found[1], rtol=1e-5, atol=1e-12)
+    config = held(train={"accumulation": 2})
+    model = Decoder(config.model, config.method.boundary.constraint).initialise(config.seed)
+    t = config.train
+    tokens = TokenData(corpus, seq_len=t.seq_len, global_batch=t.global_batch, seed=0).batch(1)
+    gram = torch.zeros(16, 16)
+    for part in tokens.chunk(2):
+        x = model.embed(part[:, :-1])
+        T = x.shape[1]
+        for name in ("0", "1", "2"):
+            x = model.blocks[name](x, model.cos_TH[:T], model.sin_TH[:T])
+        x.retain_grad()
+        logits = model.head(model.norm(model.blocks["3"](x, model.cos_TH[:T], model.sin_TH[:T])))
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten())
+        loss = loss + config.model.z_loss * logits.logsumexp(-1).square().mean()
+        (loss / 2).backward()
+        gram += x.grad.flatten(0, 1).T @ x.grad.flatten(0, 1)
+    torch.testing.assert_close(found[1], gram, rtol=1e-4, atol=1e-12)
+
+
+def test_replicas_move_the_subspace_by_the_gradients_of_all(corpus: Path, tmp_path: Path) -> None:
+    """The gradients of two replicas are those of one batch, so the subspace goes the same way."""
+    found = []
+    for replicas in (1, 2):
+        out = tmp_path / str(replicas)
+        summary = train_in_threads(held(boundary=MOVING, replicas=replicas, stages=2), corpus, out)
+        rows = read_metrics(out / "metrics" / f"rank-{replicas:03d}.jsonl")
+        found.append(
+            [summary["val_loss"]] + [r[k] for r in rows if "outside" in r for k in ("outside", "outside_after")]
+        )
+    assert found[1] == pytest.approx(found[0], rel=1e-4)
+    assert len(found[0]) == 5
+    assert all(after < before for before, after in zip(found[0][1::2], found[0][2::2], strict=True))
+
+
+# Composition
+
+
+LOCAL = {"steps": 12, "accumulation": 2, "global_batch": 8}
+
+
+@pytest.mark.parametrize(
+    ("run", "method", "boundary"),
+    [
+        ("diloco_m2", {"sync_every_steps": 4}, MOVING),
+        ("diloco_m2", {"sync_every_steps": 4}, MOVING | {"mode": "reparametrised"}),
+        ("streaming_h30", {"sync_every_steps": 6, "overlap_steps": [2], "mixing": 0.5}, MOVING),
+        ("streaming_h30", {"sync_every_steps": 6, "overlap_steps": [2]}, MOVING | {"mode": "reparametrised"}),
+        ("noloco_rare", {"sync_every_steps": 4, "route": "random_micro_batch"}, MOVING | {"codec": "bf16"}),
+        ("data_parallel", {"route": "random_step"}, MOVING),
+        ("diloco_m2", {"sync_every_steps": 4, "trainable": "slice", "slices": 2, "sliced": ["mlp", "heads"]}, MOVING),
+        (
+            "diloco_m2",
+            {"sync_every_steps": 4, "trainable": "slice", "slices": 2, "sliced": ["mlp", "out"]},
+            MOVING | {"mode": "reparametrised"},
+        ),
+    ],
+)
+def test_everything_composes_and_resumes_bit_for_bit(
+    run: str, method: dict, boundary: dict, corpus: Path, tmp_path: Path
+) -> None:
+    """Stopped after step 7: after an update, and with a transfer in flight where there is one; weights stay inside."""
+    config = held(run, boundary=boundary, method=method, replicas=2, stages=2, train=LOCAL)
+    config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, every_steps=7))
+    whole = train_in_threads(config, corpus, tmp_path / "whole")
+
+    def stop(trainer: Trainer, row: dict) -> None:
+        if row["step"] == 8:
+            raise Crash
+
+    with pytest.raises(Crash):
+        train_in_threads(config, corpus, tmp_path / "cut", on_row=stop)
+    resumed = train_in_threads(config, corpus, tmp_path / "cut")
+    assert resumed == whole
+    for name in ("model.safetensors", "metrics/rank-002.jsonl", "metrics/rank-001.jsonl"):
+        assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    closed = {k: v for k, v in whole["sent_bytes_closed_form"].items() if v}
+    assert closed == {k: v for k, v in whole["sent_bytes"].items() if k in closed}
+    if boundary.get("mode") != "reparametrised":
+        from safetensors.torch import load_file
+
+        weights = load_file(tmp_path / "whole" / "model.safetensors")
+        w = weights["blocks.0.mlp.down.weight"]
+        assert relative(project(w, weights["basis_DR"], 0), w) < 1e-5
+
+
+def test_threads_equal_processes(corpus: Path, tmp_path: Path) -> None:
+    config = held(boundary=MOVING, replicas=1, stages=2, train=LOCAL)
+    threads = train_in_threads(config, corpus, tmp_path / "threads")
+    done = train_in_processes(2, *command_line(config, corpus, tmp_path / "processes"))
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((tmp_path / "processes" / "summary.json").read_text())
+    assert summary["val_loss"] == threads["val_loss"]
+    assert summary["sent_bytes"] == threads["sent_bytes"]
