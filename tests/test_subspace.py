@@ -12,12 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowcomm.boundary import Boundary, id_bytes, pack_ids, unpack_ids
-from lowcomm.config import RunConfig
+from lowcomm.boundary import Boundary, id_bytes, low_rank, pack_ids, unpack_ids
+from lowcomm.config import BoundaryConfig, RunConfig
 from lowcomm.data import TokenData
 from lowcomm.metrics import read_metrics
 from lowcomm.model import Constraint, Decoder, ModelConfig, orthonormal
 from lowcomm.ranks import run_threads
+from lowcomm.settings import ConfigError
 from lowcomm.subspace import RowAdamW, grassmann_gradient, grassmann_step, project, share_outside
 from lowcomm.train import train_in_threads
 from lowcomm.trainer import Trainer
@@ -428,3 +429,135 @@ def test_threads_equal_processes(corpus: Path, tmp_path: Path) -> None:
     summary = json.loads((tmp_path / "processes" / "summary.json").read_text())
     assert summary["val_loss"] == threads["val_loss"]
     assert summary["sent_bytes"] == threads["sent_bytes"]
+
+
+# Bytes
+
+
+def test_the_ratio_at_the_papers_size() -> None:
+    """d = 4096, k = 40, fp32, ids counted: about 100 times less."""
+    with torch.device("meta"):
+        model = Decoder(ModelConfig(4096, 1, 32, 64, 32_000, 8), Constraint(40))
+    dense, subspace = (Boundary(model, b, 0) for b in (BoundaryConfig(), BoundaryConfig("subspace", 40)))
+    tokens = 1024
+    assert dense.activation_bytes(tokens) == dense.gradient_bytes(tokens) == 4 * 4096 * tokens
+    assert subspace.activation_bytes(tokens) == (4 * 40 + 2) * tokens
+    assert subspace.gradient_bytes(tokens) == 4 * 40 * tokens
+    assert dense.activation_bytes(tokens) / subspace.activation_bytes(tokens) == pytest.approx(101.1, abs=0.05)
+    both = Boundary(model, BoundaryConfig("subspace", 40, codec="int8"), 0)
+    assert both.activation_bytes(tokens) == 40 * tokens + 4 * (40 * tokens // 256) + 2 * tokens
+
+
+BOUNDARIES = [
+    {"kind": "dense", "rank": 0},
+    {"kind": "dense", "rank": 0, "codec": "topk", "codec_keep": 0.1},
+    {"kind": "dense", "rank": 0, "codec": "e2m1"},
+    {"kind": "dense", "rank": 0, "codec": "dare", "codec_keep": 0.2, "error_feedback": True},
+    {"kind": "low_rank", "rank": 3},
+    {"kind": "low_rank", "rank": 3, "codec": "bf16", "error_feedback": True},
+    {"codec": "int8"},
+    {"codec": "e3m0", "error_feedback": True},
+    {},
+]
+
+
+@pytest.mark.parametrize("boundary", BOUNDARIES)
+def test_the_ledger_has_the_closed_form_of_every_boundary(boundary: dict, corpus: Path, tmp_path: Path) -> None:
+    """And errors that feedback keeps are part of a checkpoint."""
+    config = held(boundary=boundary, stages=4, train={"steps": 4, "accumulation": 2}, checkpoint={"every_steps": 2})
+    summary = train_in_threads(config, corpus, tmp_path / "run")
+    closed = {k: v for k, v in summary["sent_bytes_closed_form"].items() if v}
+    assert "route/activations" in closed
+    assert closed == {k: v for k, v in summary["sent_bytes"].items() if k in closed}
+
+    def stop(trainer: Trainer, row: dict) -> None:
+        if row["step"] == 3:
+            raise Crash
+
+    with pytest.raises(Crash):
+        train_in_threads(config, corpus, tmp_path / "cut", on_row=stop)
+    assert train_in_threads(config, corpus, tmp_path / "cut") == summary
+
+
+# What is lost
+
+
+def _stage(**boundary: Any) -> Boundary:
+    model = Decoder(ModelConfig(16, 1, 2, 32, 64, 8), None).initialise(0)
+    return Boundary(model, BoundaryConfig(**boundary), 0)
+
+
+def test_a_low_rank_message_is_the_best_approximation_where_there_is_one() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(40, 3, generator=generator) @ torch.randn(3, 16, generator=generator)
+    p, q = low_rank(x, 3)
+    torch.testing.assert_close(p @ q.T, x, rtol=1e-4, atol=1e-5)
+    p, q = low_rank(noisy := x + 0.01 * torch.randn(40, 16, generator=generator), 3)
+    u, s, vh = torch.linalg.svd(noisy, full_matrices=False)
+    best = relative(u[:, :3] * s[:3] @ vh[:3], noisy)
+    assert relative(p @ q.T, noisy) < 1.01 * best
+
+
+def test_error_feedback_says_later_what_was_left_out() -> None:
+    """Of equal activations, the mean of what arrives comes to be what was sent; without feedback it never does."""
+    x = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(0))
+    means = {}
+    for fed in (False, True):
+        boundary = _stage(codec="topk", codec_keep=0.2, error_feedback=fed)
+        arrived = [
+            boundary.read_activations(boundary.activations(x, None, turn=i, slot=0), (2, 8))[0] for i in range(50)
+        ]
+        means[fed] = torch.stack(arrived).mean(0)
+    assert relative(means[False], x) > 0.3
+    assert relative(means[True], x) < 0.1
+
+
+def test_evaluation_leaves_no_error_behind() -> None:
+    boundary = _stage(codec="topk", codec_keep=0.2, error_feedback=True)
+    boundary.activations(torch.randn(1, 4, 16), None)
+    assert not boundary.errors
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ({"boundary": {"rank": 0}}, "method.boundary.rank = 0 must be from 1 to 16"),
+        ({"boundary": {"rank": 17}}, "method.boundary.rank = 17 must be from 1 to 16"),
+        (
+            {"boundary": {"kind": "low_rank", "rank": 3}},
+            "low_rank in fp32, error_feedback = False means nothing with one",
+        ),
+        ({"boundary": {"kind": "dense"}}, "method.boundary.rank means nothing with kind = dense"),
+        (
+            {"boundary": {"kind": "low_rank", "dense_layers": 2}, "stages": 2},
+            "method.boundary.dense_layers means nothing with kind = low_rank",
+        ),
+        (
+            {"boundary": {"dense_layers": 2}, "stages": 4},
+            "dense_layers = 2 must all be of the last stage, which has 1 of 4",
+        ),
+        ({"boundary": {"codec_keep": 0.5}, "stages": 2}, "codec_keep means nothing with codec fp32"),
+        ({"boundary": {"codec": "topk", "codec_keep": 2}, "stages": 2}, "method.boundary.codec_keep = 2.0 is a share"),
+        ({"boundary": {"error_feedback": True}, "stages": 2}, "error_feedback means nothing where nothing is lost"),
+        ({"boundary": {"update_every_steps": 5}}, "update_every_steps = 5 and update_lr = 0.0 must both be above 0"),
+        ({"boundary": MOVING, "train": {"compile": True}}, "train.compile must be false where the subspace moves"),
+        (
+            {"boundary": {"mode": "reparametrised", "second_moment": "mixed"}},
+            "second_moment means nothing with mode = reparametrised",
+        ),
+        ({"boundary": {"second_moment": "mixed"}, "train": {"optimizer": "sgd"}}, "nothing with train.optimizer = sgd"),
+        ({"model": {"tied": True}}, "model.tied must be false with a subspace"),
+        ({"run": "fsdp"}, "method.exchange = fsdp shards the matrices"),
+        ({"boundary": {"kind": "subspce"}}, "kind = 'subspce' is not a valid choice; did you mean 'subspace'"),
+        ({"boundary": {"rnk": 3}}, r"unknown key data_parallel.method.boundary.rnk; did you mean 'rank'"),
+    ],
+)
+def test_refusals(override: dict, message: str) -> None:
+    override = dict(override)
+    if run := override.pop("run", None):
+        override["method"] = {"exchange": run}
+    with pytest.raises(ConfigError, match=message):
+        held(**override)
