@@ -83,6 +83,7 @@ class TrainConfig:
     log_every: int = 1
     #: Evaluate these too at the end (Streaming DiLoCo, Table 3), beside the parameters last agreed.
     evaluate_also: tuple[Literal["first_replica", "replica_average"], ...] = ()
+    record_ranks: bool = False  # log stable ranks of projection matrices and of their gradients at each evaluation
     record_spread: bool = False  # log the spread of the replicas' weights at each evaluation; billed as analysis
 
 

@@ -98,17 +98,18 @@ def orthonormal(x: Tensor) -> Tensor:
 class KeyValues:
     """Keys and values of one layer for a batch of sequences, up to `capacity` tokens, as far as they have been read."""
 
-    def __init__(self, c: ModelConfig, sequences: int, capacity: int, device: torch.device | str):
-        shape = (2, sequences, c.key_value_heads, capacity, c.width_of_head)
-        self.both, self.length = torch.empty(shape, device=device), 0
+    def __init__(self, capacity: int):
+        self.capacity, self.length = capacity, 0
+        self._both: list[Tensor] = []
 
-    def add(self, k_BKTH: Tensor, v_BKTH: Tensor) -> tuple[Tensor, Tensor]:
+    def add(self, k_BKTH: Tensor, v_BKTH: Tensor) -> list[Tensor]:
         """Those read so far, these last."""
-        end = self.length + k_BKTH.shape[2]
-        for whole, new in zip(self.both, (k_BKTH, v_BKTH), strict=True):
-            whole[:, :, self.length : end] = new
-        self.length = end
-        return self.both[0, :, :, :end], self.both[1, :, :, :end]
+        B, K, T, H = k_BKTH.shape
+        self._both = self._both or [k_BKTH.new_empty(B, K, self.capacity, H) for _ in range(2)]
+        begin, self.length = self.length, self.length + T
+        for whole, new in zip(self._both, (k_BKTH, v_BKTH), strict=True):
+            whole[:, :, begin : self.length] = new
+        return [whole[:, :, : self.length] for whole in self._both]
 
 
 def rotary_tables(seq_len: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
@@ -320,8 +321,8 @@ class Decoder(nn.Module):
             x_BTD = F.linear(x_BTD, self.basis_DR)
         return x_BTD + self.fixed_VD[ids_BT]
 
-    def forward(self, x: Tensor, kept: dict[str, KeyValues] | None = None) -> Tensor:
-        """Token ids [B, T] (int64) -> logits [B, T, V]; a stage takes and gives activations [B, T, D] at its cuts.
+    def hidden(self, x: Tensor, kept: dict[str, KeyValues] | None = None) -> Tensor:
+        """Token ids [B, T] (int64), or activations where a pipeline is cut -> the residual stream [B, T, D] at the end.
 
         With `kept`, a `KeyValues` for each of its layers, the T tokens come after those read before.
         """
@@ -337,6 +338,11 @@ class Decoder(nn.Module):
                 x_BTD = checkpoint(block, x_BTD, cos, sin, self.basis_DR, use_reentrant=False)
             else:
                 x_BTD = block(x_BTD, cos, sin, self.basis_DR, None if kept is None else kept[name])
+        return x_BTD
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Token ids [B, T] (int64) -> logits [B, T, V]; a stage takes and gives activations [B, T, D] at its cuts."""
+        x_BTD = self.hidden(x)
         return x_BTD if self.head is None else self.head(self.norm(x_BTD))
 
     def losses(self, x: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,7 @@ from lowcomm.model import Decoder
 from lowcomm.outer import DataParallel, Engine, Evaluated, Independent, LocalUpdates, weight_spread
 from lowcomm.partial import detach_others, pieces, train_slice
 from lowcomm.pipeline import Pipeline
+from lowcomm.rank import stable_ranks
 from lowcomm.routing import random_slice
 from lowcomm.settings import ConfigError
 from lowcomm.subspace import RowAdamW, Subspace
@@ -151,6 +152,10 @@ class Trainer:
         if self.subspace is not None:
             self.subspace.project_gradients()
         norm = self._clip()
+        ranks = {}
+        if t.record_ranks and self._is_evaluated(step):
+            grads = {n: p.grad for n, p in self.trained.items() if p.grad is not None}
+            ranks = stable_ranks(grads, "gradient_stable_rank")
         self.optimizer.step()
         if self.subspace is not None:
             self.subspace.project_weights()
@@ -158,7 +163,9 @@ class Trainer:
         logged = self.engine.after_step(step)
         if self.subspace is not None and step < t.steps:
             logged |= self.subspace.update(step, self.optimizer, self.engine.map)
-        row = {"step": step, "lr": lr, "grad_norm": norm} | logged
+        if t.record_ranks and self._is_evaluated(step):
+            ranks |= stable_ranks(dict(self.model.named_parameters()), "stable_rank")
+        row = {"step": step, "lr": lr, "grad_norm": norm} | logged | ranks
         if entropies:  # at the last stage
             row["loss"] = torch.stack(entropies).mean() if len(entropies) > 1 else entropies[0]
         return row
@@ -228,10 +235,14 @@ class Trainer:
         loss_sum, count = total.tolist()
         return loss_sum / count if count else None
 
+    def _is_evaluated(self, step: int) -> bool:
+        t = self.config.train
+        return step == t.steps or bool(t.eval_every and step % t.eval_every == 0)
+
     def evaluations(self, step: int) -> dict[str, float]:
         """What is logged of the model after `step`, where an evaluation is due."""
         t, last, found = self.config.train, step == self.config.train.steps, {}
-        if not last and not (t.eval_every and step % t.eval_every == 0):
+        if not self._is_evaluated(step):
             return found
         if (loss := self.evaluate(together=last or self.engine.one_model)) is not None:
             found["val_loss"] = loss
