@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol
 
-from lowcomm.model import ModelConfig
+from lowcomm.model import Constraint, ModelConfig
 
 
 @dataclass(frozen=True)
@@ -38,44 +38,62 @@ class ParameterCount:
         return self.attention + self.mlp + self.norms
 
 
-def parameters(c: ModelConfig) -> ParameterCount:
-    """Parameter count of a decoder."""
+def _written(c: ModelConfig, constraint: Constraint | None) -> tuple[int, int]:
+    """(D or k summed over layers: how wide what they write is, layers of which it is k)."""
+    if constraint is None or not constraint.reparametrised:
+        return c.layers * c.dim, 0
+    narrow = max(0, c.layers - constraint.dense_layers)
+    return narrow * constraint.rank + (c.layers - narrow) * c.dim, narrow
+
+
+def parameters(c: ModelConfig, constraint: Constraint | None = None) -> ParameterCount:
+    """Parameter count of a decoder; of a constrained one, without the fixed embedding."""
     q, kv = c.heads * c.width_of_head, c.key_value_heads * c.width_of_head
     norm_terms = 1 if c.norm == "rms" else 2  # gain, and bias for LayerNorm
     qk_norms = 2 * c.width_of_head if c.qk_norm else 0
+    written, _ = _written(c, constraint)
     return ParameterCount(
-        embedding=c.vocab_size * c.dim,
-        attention=c.layers * (2 * c.dim * q + 2 * c.dim * kv),
-        mlp=c.layers * c.dim * c.ffn_dim * (3 if c.mlp == "gated" else 2),
+        embedding=c.vocab_size * (constraint.rank if constraint is not None and constraint.reparametrised else c.dim),
+        attention=c.layers * c.dim * (q + 2 * kv) + written * q,
+        mlp=c.layers * c.dim * c.ffn_dim * (2 if c.mlp == "gated" else 1) + written * c.ffn_dim,
         norms=norm_terms * (c.layers * (2 * c.dim + qk_norms) + c.dim),
         head=0 if c.tied else c.vocab_size * c.dim,
     )
 
 
-def trained_parameters(c: ModelConfig, sliced: Sequence[str], slices: int) -> ParameterCount:
+def trained_parameters(
+    c: ModelConfig, sliced: Sequence[str], slices: int, constraint: Constraint | None = None
+) -> ParameterCount:
     """What a replica trains where each of `slices` replicas has its own slice of `sliced` (see `partial`)."""
-    whole = parameters(c)
+    whole = parameters(c, constraint)
     q, kv = c.heads * c.width_of_head, c.key_value_heads * c.width_of_head
-    frozen = (
-        c.layers
-        * c.dim
-        * (("heads" in sliced) * ((q - q // slices) + 2 * (kv - kv // slices)) + ("out" in sliced) * (q - q // slices))
-    )
+    written, _ = _written(c, constraint)
+    heads = c.layers * c.dim * ((q - q // slices) + 2 * (kv - kv // slices))
+    frozen = ("heads" in sliced) * heads + ("out" in sliced) * written * (q - q // slices)
     mlp = whole.mlp // slices if {"mlp", "layers"} & set(sliced) else whole.mlp
     return dataclasses.replace(whole, attention=whole.attention - frozen, mlp=mlp)
 
 
-def forward_flops(c: ModelConfig, sequences: int, tokens: int) -> int:
+def _writing_flops(c: ModelConfig, tokens: int, constraint: Constraint | None) -> int:
+    """FLOPs of one pass of the products with U alone: of the embedding, and two a layer."""
+    if constraint is None or not constraint.reparametrised:
+        return 0
+    _, narrow = _written(c, constraint)
+    return 2 * tokens * constraint.rank * c.dim * (2 * narrow + 1)
+
+
+def forward_flops(c: ModelConfig, sequences: int, tokens: int, constraint: Constraint | None = None) -> int:
     """FLOPs of one forward pass over `sequences` sequences of `tokens` tokens.
 
-    Per layer 2BTD(2NH + 2KH) projections + 4BT^2 NH attention + 2BTDF per MLP matrix; 2BTDV logits.
+    Per layer 2BTD(2NH + 2KH) projections + 4BT^2 NH attention + 2BTDF per MLP matrix; 2BTDV logits. Where matrices are
+    W = U Z (Protocol Models), their products cost 2BTk each way instead, and U's 2BTkD.
     """
     q, kv = c.heads * c.width_of_head, c.key_value_heads * c.width_of_head
     bt = sequences * tokens
-    projections = 2 * bt * c.dim * (2 * q + 2 * kv)
-    attention = 4 * bt * tokens * q
-    mlp = 2 * bt * c.dim * c.ffn_dim * (3 if c.mlp == "gated" else 2)
-    return c.layers * (projections + attention + mlp) + 2 * bt * c.dim * c.vocab_size
+    written, _ = _written(c, constraint)
+    read = c.layers * c.dim * (q + 2 * kv + c.ffn_dim * (2 if c.mlp == "gated" else 1))
+    matrices = 2 * bt * (read + written * (q + c.ffn_dim) + c.dim * c.vocab_size)
+    return matrices + c.layers * 4 * bt * tokens * q + _writing_flops(c, bt, constraint)
 
 
 def training_flops(
@@ -87,23 +105,32 @@ def training_flops(
     slices: int = 1,
     through: int | None = None,
     recompute: bool = False,
+    constraint: Constraint | None = None,
 ) -> int:
     """FLOPs of a forward and a backward pass: each product has two gradients, so 3 x forward where all is trained.
 
     Where a replica trains a slice (Partial Parameter Updates, appendix C.2), gradients with respect to weights take
     2BT a trained one; with respect to the inputs of MLPs, `through` / `slices` of theirs, where they pass through so
     many slices alone (appendix D). With `recompute`, blocks are computed forward once more; up to their last product,
-    whose result nobody needs, but torch skips that only where it is not sliced.
+    whose result nobody needs, but torch skips that only where it is not sliced. The fixed U of W = U Z has one
+    gradient, not two. What keeping to a subspace takes besides is `subspace.overhead_flops`.
     """
-    forward, bt = forward_flops(c, sequences, tokens), sequences * tokens
-    whole, trained = parameters(c), trained_parameters(c, sliced, slices)
+    forward, bt = forward_flops(c, sequences, tokens, constraint), sequences * tokens
+    whole = parameters(c, constraint)
+    trained = trained_parameters(c, sliced, slices, constraint)
     weights = forward - 2 * bt * (whole.attention - trained.attention + whole.mlp - trained.mlp)
+    weights -= _writing_flops(c, bt, constraint)
     inputs = forward
     if through is not None:
         inputs -= 2 * bt * (whole.mlp - whole.mlp * through // slices)
-    skips = not ("mlp" in sliced and slices > 1)
-    once = 2 * bt * c.dim * (c.vocab_size + c.layers * c.ffn_dim * skips)  # the head, and W_down
-    return forward + inputs + weights + (forward - once if recompute else 0)
+    again = 0
+    if recompute:
+        _, narrow = _written(c, constraint)
+        skips = not ("mlp" in sliced and slices > 1)
+        last = narrow * (constraint.rank * c.dim if narrow else 0) + (c.layers - narrow) * c.dim * c.ffn_dim * skips
+        embedding = _writing_flops(c, bt, constraint) // (2 * narrow + 1)
+        again = forward - 2 * bt * (c.dim * c.vocab_size + last) - embedding
+    return forward + inputs + weights + again
 
 
 def shares(numel: int, ranks: int) -> list[tuple[int, int]]:

@@ -182,6 +182,7 @@ def _finish(trainer: Trainer, checkpoints: Checkpoints, out: Path, times: Path) 
         slices=m.slices,
         through={"all": None, "own": 1, "own_and_random": 2}[m.input_gradients],
         recompute=t.recompute,
+        constraint=m.boundary.constraint,
     )
     summary = {
         "complete": True,
@@ -191,7 +192,7 @@ def _finish(trainer: Trainer, checkpoints: Checkpoints, out: Path, times: Path) 
         **{key: value for key, value in rows[-1].items() if key.startswith("val_loss_") or key == "weight_spread"},
         "train_loss": train_loss,
         "tokens": tokens,
-        "parameters": count_parameters(config.model).total,
+        "parameters": count_parameters(config.model, m.boundary.constraint).total,
         "training_flops": flops,
         "sent_bytes": sent,
         "sent_bytes_closed_form": trainer.sent_bytes(),

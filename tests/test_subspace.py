@@ -11,12 +11,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
+from lowcomm.accounting import parameters, trained_parameters, training_flops
 from lowcomm.boundary import Boundary, id_bytes, low_rank, pack_ids, unpack_ids
 from lowcomm.config import BoundaryConfig, RunConfig
 from lowcomm.data import TokenData
 from lowcomm.metrics import read_metrics
 from lowcomm.model import Constraint, Decoder, ModelConfig, orthonormal
+from lowcomm.partial import pieces, train_slice
 from lowcomm.ranks import run_threads
 from lowcomm.settings import ConfigError
 from lowcomm.subspace import RowAdamW, grassmann_gradient, grassmann_step, project, share_outside
@@ -561,3 +565,25 @@ def test_refusals(override: dict, message: str) -> None:
         override["method"] = {"exchange": run}
     with pytest.raises(ConfigError, match=message):
         held(**override)
+
+
+# What it takes
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("mlp", ["gated", "relu"])
+@pytest.mark.parametrize("sliced", [(), ("mlp",), ("mlp", "heads", "out")])
+@pytest.mark.parametrize("reparametrised", [False, True])
+def test_flops_equal_the_counted_ones(recompute: bool, mlp: str, sliced: tuple, reparametrised: bool) -> None:
+    config, constraint = ModelConfig(16, 3, 4, 32, 64, 8, mlp=mlp), Constraint(4, reparametrised=reparametrised)
+    model = Decoder(config, constraint).initialise(0)
+    model.recompute = recompute
+    assert sum(p.numel() for p in model.parameters()) == parameters(config, constraint).total
+    slices = 2 if sliced else 1
+    trained = train_slice(model, pieces(model, 3, sliced, slices), 0) if sliced else dict(model.named_parameters())
+    assert sum(p.numel() for p in trained.values()) == trained_parameters(config, sliced, slices, constraint).total
+    tokens = torch.randint(0, 64, (2, 9))
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model.losses(tokens[:, :-1], tokens[:, 1:])[0].backward()
+    settings = {"sliced": sliced, "slices": slices, "recompute": recompute, "constraint": constraint}
+    assert counter.get_total_flops() == training_flops(config, 2, 8, **settings)
