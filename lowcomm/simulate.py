@@ -193,3 +193,73 @@ def bandwidth_needed(utilisation: NDArray[np.float64], gbit_per_s: NDArray[np.fl
     """The smallest of the bandwidths (ascending) at which `level` is reached; infinite where none does."""
     reached = utilisation >= level
     return float(gbit_per_s[np.argmax(reached)]) if reached.any() else float("inf")
+
+
+@dataclass(frozen=True)
+class Stages:
+    """A pipeline as the simulator sees it: seconds of one micro-batch, stage by stage and boundary by boundary.
+
+    Boundary b lies between stages b and b + 1, and has a wire of its own each way. Times may be arrays.
+    """
+
+    forward: tuple[Seconds, ...]
+    backward: tuple[Seconds, ...]
+    activations: tuple[Seconds, ...]  # on the wire
+    gradients: tuple[Seconds, ...]
+    latency: tuple[Seconds, ...]  # of each boundary, one way
+
+    def __post_init__(self) -> None:
+        stages = len(self.forward)
+        if len(self.backward) != stages or not stages:
+            raise ValueError(f"{stages} forward and {len(self.backward)} backward times: one for each stage")
+        for name in ("activations", "gradients", "latency"):
+            if (count := len(getattr(self, name))) != stages - 1:
+                raise ValueError(f"{count} {name} for {stages} stages: one for each of {stages - 1} boundaries")
+
+
+def gpipe_step(p: Stages, micro_batches: int, *, overlap: bool = True, timeline: Timeline | None = None) -> Seconds:
+    """Seconds of a training step in GPipe's order: all micro-batches forward, then all backward.
+
+    Without `overlap` a stage stands still while it sends. Labels are (kind, micro-batch); resources ("stage", s) and
+    ("forward" or "backward", b). With equal stages and free wires, (M + S - 1) (forward + backward).
+    """
+    timeline = timeline or Timeline()
+    stages, ends = len(p.forward), []
+
+    def carry(way: str, b: int, stage: int, m: int, seconds: Seconds, ready: Seconds) -> Seconds:
+        left = timeline.add((way, b), seconds, [ready], (way, m))
+        if not overlap:
+            timeline.add(("stage", stage), 0.0, [left], ("sending", m))
+        return left + p.latency[b]
+
+    for m in range(micro_batches):
+        there: Seconds = 0.0
+        for s in range(stages):
+            done = timeline.add(("stage", s), p.forward[s], [there], ("forward", m))
+            if s < stages - 1:
+                there = carry("forward", s, s, m, p.activations[s], done)
+    for m in range(micro_batches):
+        there = 0.0
+        for s in reversed(range(stages)):
+            done = timeline.add(("stage", s), p.backward[s], [there], ("backward", m))
+            if s:
+                there = carry("backward", s - 1, s, m, p.gradients[s - 1], done)
+        ends.append(timeline.free(("stage", 0)))
+    return ends[-1]
+
+
+def decode_seconds(p: Stages, groups: int, back: Seconds, *, tokens: int = 64) -> Seconds:
+    """Seconds a token of pipelined inference, once it has settled: `groups` of sequences go round the stages.
+
+    `forward` and `activations` are those of one group's token; `back` is what its token takes to the first stage.
+    """
+    timeline, there, ends = Timeline(), [0.0] * groups, []
+    for _ in range(2 * tokens):
+        for g in range(groups):
+            for s, seconds in enumerate(p.forward):
+                there[g] = timeline.add(("stage", s), seconds, [there[g]])
+                if s < len(p.forward) - 1:
+                    there[g] = timeline.add(("forward", s), p.activations[s], [there[g]]) + p.latency[s]
+            there[g] = there[g] + back
+        ends.append(there[-1])
+    return (ends[-1] - ends[tokens - 1]) / tokens

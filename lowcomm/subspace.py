@@ -37,7 +37,7 @@ from torch.optim.adamw import adamw
 from lowcomm.accounting import mean_bytes
 from lowcomm.comm import World
 from lowcomm.config import BoundaryConfig
-from lowcomm.model import Decoder, orthonormal
+from lowcomm.model import Decoder, ModelConfig, orthonormal
 from lowcomm.partial import SlicedLinear
 
 
@@ -153,6 +153,49 @@ class RowAdamW(torch.optim.Optimizer):
             p.addcmul_(state["exp_avg"], rate, value=-1)
 
 
+def _columns(c: ModelConfig, b: BoundaryConfig) -> int:
+    """n summed over the constrained matrices [D, n] of all layers, the embedding (n = V) apart."""
+    return max(0, c.layers - b.dense_layers) * (c.heads * c.width_of_head + c.ffn_dim)
+
+
+def overhead_flops(c: ModelConfig, b: BoundaryConfig, sequences: int, tokens: int, stages: int) -> dict[str, int]:
+    """FLOPs of keeping to the subspace, of a whole pipeline: three a step, and of one "update".
+
+    "boundaries": activations and gradients, compressed and rebuilt, 8BTDk at each of the stages - 1; "projection" of
+    gradients [D, n], 4Dkn; "watching" the gradients at the last compressed layer, 2BTD^2. An update takes S U and its
+    projection on the tangent, and projects weights and moments, 4Dkn each (QR and second moments are not counted).
+    Re-parametrised, nothing is projected, and an update turns k coordinates, 2k^2 n each.
+    """
+    D, k, bt = c.dim, b.rank, sequences * tokens
+    n = _columns(c, b) + c.vocab_size
+    projected = b.mode == "projected"
+    moving = b.update_every_steps > 0
+    carry = 4 * D * k * n if projected else 2 * k * k * n
+    return {
+        "boundaries": 8 * bt * D * k * (stages - 1),
+        "projection": 4 * D * k * n if projected else 0,
+        "watching": 2 * bt * D * D if moving else 0,
+        "update": moving * (2 * D * D * k + 4 * D * k * k + 2 * carry),
+    }
+
+
+def overhead_bytes(c: ModelConfig, b: BoundaryConfig, itemsize: int = 4) -> dict[str, int]:
+    """Memory that a stage holds besides, whatever the length of its sequences, and what its optimizer saves.
+
+    "fixed_embedding" V D `itemsize` (2 in bf16), "basis" 4Dk, "gram" 4D^2 (at the last stage, where the subspace
+    moves); "second_moment" of the whole model: means in place of entries.
+    """
+    D, k, V = c.dim, b.rank, c.vocab_size
+    mixed = max(0, c.layers - b.dense_layers) * c.ffn_dim
+    rows = {"row": _columns(c, b) + V, "mixed": mixed + V, "element": 0}[b.second_moment]
+    return {
+        "fixed_embedding": V * D * itemsize,
+        "basis": 4 * D * k,
+        "gram": 4 * D * D if b.update_every_steps else 0,
+        "second_moment": -4 * rows * (D - 1) if b.mode == "projected" else 0,
+    }
+
+
 class Subspace:
     """One rank's part in it: keeps to the subspace what it trains, and moves the subspace.
 
@@ -240,12 +283,11 @@ class Subspace:
             self.gram.zero_()
         if world.stages > 1:
             world.broadcast(new, purpose="subspace", axis="stage", root=world.stages - 1)
-        old = self.basis.clone()
+        turned = new.T @ self.basis  # coordinates in the old basis -> of the projection, in the new one
 
         def carried(x: Tensor, dim: int) -> Tensor:
             if self.projected:
                 return project(x, new, dim)
-            turned = new.T @ old  # coordinates in the old basis -> of the projection, in the new one
             return x @ turned.T if dim else turned @ x
 
         self._map({n: self.model.get_parameter(n) for n in self.names}, carried)

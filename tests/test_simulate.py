@@ -8,15 +8,19 @@ import numpy as np
 import pytest
 
 from lowcomm.codecs import make_codec
+from lowcomm.pipeline import bubble
 from lowcomm.report import published
 from lowcomm.simulate import (
     Exchange,
+    Stages,
     Timeline,
     Workload,
     bandwidth_needed,
     compute_utilisation,
     data_parallel,
+    decode_seconds,
     diloco,
+    gpipe_step,
     streaming,
     train_steps,
 )
@@ -175,3 +179,55 @@ def test_table_4_of_streaming_diloco() -> None:
             near += abs(off) <= 1
     assert equal >= 62
     assert near >= 73
+
+
+# Pipelines
+
+
+def _equal(stages: int, forward: float, backward: float, wire: float = 0.0, latency: float = 0.0) -> Stages:
+    between = (wire,) * (stages - 1)
+    return Stages((forward,) * stages, (backward,) * stages, between, between, (latency,) * (stages - 1))
+
+
+@pytest.mark.parametrize(("stages", "count"), [(1, 1), (1, 5), (2, 1), (4, 1), (4, 8), (8, 3)])
+def test_a_pipeline_over_free_wires_has_gpipes_bubble(stages: int, count: int) -> None:
+    assert gpipe_step(_equal(stages, 1.0, 2.0), count) == pytest.approx((count + stages - 1) * 3.0)
+    assert gpipe_step(_equal(stages, 1.0, 2.0), count) == pytest.approx(count * 3.0 / (1 - bubble(stages, count)))
+
+
+def test_a_pipeline_over_slow_wires_by_hand() -> None:
+    """Two stages, two micro-batches, F = 1, B = 2, 3 on the wire, latency 1/2.
+
+    Forward: stage 0 is done at 1 and 2; arrivals at 4.5 and 7.5; stage 1 from 4.5 to 5.5 and 7.5 to 8.5. Backward:
+    stage 1 from 8.5 to 10.5 and to 12.5; gradients leave at 13.5 and 16.5, arrive at 14 and 17; stage 0 ends at 19.
+    """
+    p = _equal(2, 1.0, 2.0, 3.0, 0.5)
+    assert gpipe_step(p, 2) == pytest.approx(19.0)
+    # A stage that stands still while it sends: stage 0 sends from 1 to 4 and from 5 to 8, stage 1 begins its last
+    # forward at 8.5, its backward passes at 9.5, sends to 14.5, then from 16.5 to 19.5; stage 0 from 20 to 22.
+    assert gpipe_step(p, 2, overlap=False) == pytest.approx(22.0)
+
+
+def test_what_is_sent_while_computing_costs_only_the_fill() -> None:
+    """Wires faster than stages: each boundary adds its two transfers once."""
+    assert gpipe_step(_equal(4, 1.0, 1.0, 0.5), 8) == pytest.approx(22.0 + 3 * 2 * 0.5)
+
+
+def test_times_may_be_arrays() -> None:
+    wire = np.array([0.0, 0.5])
+    p = Stages((1.0,) * 4, (1.0,) * 4, (wire,) * 3, (wire,) * 3, (0.0,) * 3)
+    np.testing.assert_allclose(gpipe_step(p, 8), [22.0, 25.0])
+
+
+def test_decoding_takes_a_round_trip_or_as_long_as_the_busiest() -> None:
+    p = _equal(4, 1.0, 0.0, 0.25, 0.1)
+    assert decode_seconds(p, 1, 0.5) == pytest.approx(4 + 3 * 0.35 + 0.5)
+    assert decode_seconds(p, 8, 0.5) == pytest.approx(8.0)  # stages are always busy
+    assert decode_seconds(_equal(4, 1.0, 0.0, 3.0), 8, 0.0) == pytest.approx(24.0)  # so are wires
+
+
+def test_a_pipeline_must_have_a_time_for_everything() -> None:
+    with pytest.raises(ValueError, match="2 forward and 1 backward times"):
+        Stages((1.0, 1.0), (1.0,), (0.0,), (0.0,), (0.0,))
+    with pytest.raises(ValueError, match="2 activations for 2 stages: one for each of 1 boundaries"):
+        Stages((1.0, 1.0), (1.0, 1.0), (0.0, 0.0), (0.0,), (0.0,))

@@ -19,11 +19,19 @@ from lowcomm.boundary import Boundary, id_bytes, low_rank, pack_ids, unpack_ids
 from lowcomm.config import BoundaryConfig, RunConfig
 from lowcomm.data import TokenData
 from lowcomm.metrics import read_metrics
-from lowcomm.model import Constraint, Decoder, ModelConfig, orthonormal
+from lowcomm.model import PRESETS, Constraint, Decoder, ModelConfig, orthonormal
 from lowcomm.partial import pieces, train_slice
 from lowcomm.ranks import run_threads
 from lowcomm.settings import ConfigError
-from lowcomm.subspace import RowAdamW, grassmann_gradient, grassmann_step, project, share_outside
+from lowcomm.subspace import (
+    RowAdamW,
+    grassmann_gradient,
+    grassmann_step,
+    overhead_bytes,
+    overhead_flops,
+    project,
+    share_outside,
+)
 from lowcomm.train import train_in_threads
 from lowcomm.trainer import Trainer
 from tests.conftest import command_line, small_run
@@ -587,3 +595,54 @@ def test_flops_equal_the_counted_ones(recompute: bool, mlp: str, sliced: tuple, 
         model.losses(tokens[:, :-1], tokens[:, 1:])[0].backward()
     settings = {"sliced": sliced, "slices": slices, "recompute": recompute, "constraint": constraint}
     assert counter.get_total_flops() == training_flops(config, 2, 8, **settings)
+
+
+@pytest.mark.parametrize("mode", ["projected", "reparametrised"])
+def test_overhead_equals_the_counted(mode: str, corpus: Path) -> None:
+    """FLOPs of each part, and bytes of what is alive, over a real step of three stages with an update."""
+    config = held(boundary={"update_every_steps": 1, "update_lr": 1.0, "mode": mode}, train={"accumulation": 1})
+    t, b = config.train, config.method.boundary
+    closed = overhead_flops(config.model, b, t.global_batch, t.seq_len, 3)
+
+    def work(world) -> None:
+        trainer = Trainer(config, world, TokenData(corpus, seq_len=t.seq_len, global_batch=t.global_batch, seed=0))
+        subspace, model = trainer.subspace, trainer.model
+        trainer.step(1)
+        model.losses(*(torch.zeros(t.global_batch, t.seq_len, dtype=torch.long),) * 2)[0].backward()
+
+        def counted(*calls: Any) -> int:
+            with FlopCounterMode(display=False) as counter:
+                for call in calls:
+                    call()
+            return counter.get_total_flops()
+
+        boundary, x = Boundary(model, b, 0), torch.randn(t.global_batch, t.seq_len, config.model.dim)
+        ids = torch.zeros(x.shape[:2], dtype=torch.long)
+        there, back = boundary.activations(x, ids), boundary.gradients(x)
+        each = counted(
+            lambda: boundary.activations(x, ids),
+            lambda: boundary.read_activations(there, ids.shape),
+            lambda: boundary.gradients(x),
+            lambda: boundary.read_gradients(back, x),
+        )
+        assert closed["boundaries"] == 2 * each
+        assert closed["projection"] == counted(subspace.project_gradients)
+        rows = x.flatten(0, 1)
+        assert closed["watching"] == counted(lambda: rows.T @ rows)  # in place, it is not counted
+        update = counted(lambda: subspace.update(2, trainer.optimizer, trainer.engine.map))
+        logged = 2 * 2 * 16 * 4 * (16 + 4)  # the shares of energy
+        assert closed["update"] <= update <= closed["update"] + logged + 2 * 16 * 4 * 4
+        held_bytes = overhead_bytes(config.model, b)
+        assert model.fixed_VD.nbytes == held_bytes["fixed_embedding"]
+        assert (subspace.basis.nbytes, subspace.gram.nbytes) == (held_bytes["basis"], held_bytes["gram"])
+        second = sum(4 * p.numel() - trainer.optimizer.state[p]["exp_avg_sq"].nbytes for p in trainer.trained.values())
+        assert second == -held_bytes["second_moment"]
+
+    run_threads(work, replicas=1)
+
+
+def test_the_papers_400_megabytes_are_a_fixed_embedding() -> None:
+    """8.8 at d = 4096 in 16 bits: what a vocabulary of 50 thousand takes, whatever the sequences' length (derived)."""
+    c = dataclasses.replace(PRESETS["protocol_models/2b"], vocab_size=50_257)
+    found = overhead_bytes(c, BoundaryConfig("subspace", 40), itemsize=2)
+    assert found["fixed_embedding"] + found["basis"] == pytest.approx(400e6, rel=0.05)
