@@ -3,11 +3,12 @@
     fp32, fp16, bf16   the dtype itself
     eXmY               a small float of 1 + X + Y bits: X exponent bits, Y mantissa bits (exmy, arXiv:2405.13938)
     int8               multiples of a step, -127 to 127
+    sign               one bit: a block's mean magnitude, or minus it
     topk               the largest magnitudes (a share `keep` of the values)
     dropout            random values (FedDropout); the others become zero
     dare               random values, scaled by 1 / keep (DARE), so that the sum is unbiased
 
-Small floats and int8 share a scale among each block of `BLOCK` values and are packed to the bit: E3M0 takes 4 bits a
+Small floats, int8 and signs share a scale among each block of `BLOCK` values and are packed to the bit: E3M0 takes 4 bits a
 value and 8 bits a block. Every code is finite; NaN and infinities are refused by name. On a GPU, small floats of 4 and
 8 bits are fused kernels (`kernels`) where Triton is installed, and else the same operations as on the CPU.
 
@@ -229,6 +230,30 @@ class Int8:
         return 4 * -(-numel // BLOCK) + numel
 
 
+class Sign:
+    """A bit a value: plus or minus the block's mean magnitude, which is fp32 and the least squares fit (1-bit SGD)."""
+
+    lossless = False
+    block = BLOCK
+
+    def encode(self, x: Tensor, seed: int = 0) -> Tensor:
+        packed = torch.empty(self.nbytes(x.numel()), dtype=torch.uint8, device=x.device)
+        for values, scale, codes in blocks(x, packed, 1, torch.float32):
+            torch.mean(values.abs(), 1, out=scale)
+            pack((values < 0).to(torch.uint8), codes, 1)
+        refuse_non_finite(x, packed[: 4 * -(-x.numel() // BLOCK)].view(torch.float32))
+        return packed
+
+    def decode(self, packed: Tensor, numel: int) -> Tensor:
+        x = torch.empty(numel, device=packed.device)
+        for values, scale, codes in blocks(x, packed, 1, torch.float32):
+            values.copy_(unpack(codes, values.shape[1], 1)).mul_(-2).add_(1).mul_(scale[:, None])
+        return x
+
+    def nbytes(self, numel: int) -> int:
+        return 4 * -(-numel // BLOCK) + -(-numel // 8)
+
+
 class TopK:
     """The `keep` largest magnitudes as fp32, with their places: a bit for every value, or 4 bytes for each one kept."""
 
@@ -308,6 +333,7 @@ def make_codec(name: str, keep: float = 1.0) -> Codec:
         "fp16": lambda: Cast(torch.float16),
         "bf16": lambda: Cast(torch.bfloat16),
         "int8": Int8,
+        "sign": Sign,
         "topk": lambda: TopK(keep),
         "dropout": lambda: RandomKeep(keep, 1.0),
         "dare": lambda: RandomKeep(keep, 1 / keep),

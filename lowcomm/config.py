@@ -24,7 +24,7 @@ BUILD = ROOT / "build"
 _SPARSE = ("topk", "dropout", "dare")
 #: Names of `codecs.make_codec`: dtypes, small floats of up to 8 bits, and the sparse ones.
 CODECS = (
-    *("fp32", "fp16", "bf16", "int8"),
+    *("fp32", "fp16", "bf16", "int8", "sign"),
     *(f"e{e}m{m}" for e in range(2, 6) for m in range(8 - e)),
     *_SPARSE,
 )

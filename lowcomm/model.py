@@ -131,7 +131,12 @@ def _norm(config: ModelConfig, width: int) -> nn.Module:
 
 
 class Attention(nn.Module):
-    """Causal self-attention with rotary positions; torch picks the fused kernel. Its result is `width` wide."""
+    """Causal self-attention with rotary positions; torch picks the fused kernel. Its result is `width` wide.
+
+    `attend`: what takes the kernel's place, q [B, N, T, H], k, v [B, K, T, H] -> [B, N, T, H].
+    """
+
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
 
     def __init__(self, c: ModelConfig, width: int):
         super().__init__()
@@ -155,9 +160,11 @@ class Attention(nn.Module):
             k, v = kept.add(k, v)
             if before and T > 1:
                 mask = torch.ones(T, before + T, dtype=torch.bool, device=x_BTD.device).tril(before)
-        y_BNTH = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=before == 0, enable_gqa=self.kv_heads != self.heads
-        )
+        if self.attend is not None:
+            y_BNTH = self.attend(q, k, v)
+        else:
+            grouped = self.kv_heads != self.heads
+            y_BNTH = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=before == 0, enable_gqa=grouped)
         return self.out(y_BNTH.transpose(1, 2).reshape(B, T, -1))
 
 
@@ -216,11 +223,13 @@ class Decoder(nn.Module):
     """Embedding, blocks, norm and head. `forward` gives logits, `losses` the training loss.
 
     `recompute`: keep only the inputs of blocks, and compute the rest once more in the backward pass.
+    `offset`: the position of the first token that is read.
     `tap`: called in the backward pass with the gradient with respect to the input [B, T, D] of the first dense layer.
     With a constraint, buffers `basis_DR` (U) and `fixed_VD` (the fixed embedding) are those of every stage.
     """
 
     recompute = False
+    offset = 0
     tap: Callable[[Tensor], None] | None = None
 
     def __init__(self, config: ModelConfig, constraint: Constraint | None = None):
@@ -326,7 +335,7 @@ class Decoder(nn.Module):
 
         With `kept`, a `KeyValues` for each of its layers, the T tokens come after those read before.
         """
-        T, before = x.shape[1], 0 if kept is None else next(iter(kept.values())).length
+        T, before = x.shape[1], self.offset if kept is None else next(iter(kept.values())).length
         if self.config.seq_len < before + T:
             raise ValueError(f"sequence of {before + T} tokens is longer than model.seq_len = {self.config.seq_len}")
         cos, sin = self.cos_TH[before : before + T], self.sin_TH[before : before + T]
