@@ -111,8 +111,8 @@ def training_flops(
 
     Where a replica trains a slice (Partial Parameter Updates, appendix C.2), gradients with respect to weights take
     2BT a trained one; with respect to the inputs of MLPs, `through` / `slices` of theirs, where they pass through so
-    many slices alone (appendix D). With `recompute`, blocks are computed forward once more; up to their last product,
-    whose result nobody needs, but torch skips that only where it is not sliced. The fixed U of W = U Z has one
+    many slices alone (appendix D). With `recompute`, blocks are computed forward once more, up to their last product,
+    whose result nobody needs. The fixed U of W = U Z has one
     gradient, not two. What keeping to a subspace takes besides is `subspace.overhead_flops`.
     """
     forward, bt = forward_flops(c, sequences, tokens, constraint), sequences * tokens
@@ -126,8 +126,9 @@ def training_flops(
     again = 0
     if recompute:
         _, narrow = _written(c, constraint)
-        skips = not ("mlp" in sliced and slices > 1)
-        last = narrow * (constraint.rank * c.dim if narrow else 0) + (c.layers - narrow) * c.dim * c.ffn_dim * skips
+        last = (c.layers - narrow) * c.dim * c.ffn_dim
+        if narrow:  # U's product, and where W_down is sliced, as it knows what is wanted of it, its own too
+            last += narrow * constraint.rank * (c.dim + c.ffn_dim * ("mlp" in sliced and slices > 1))
         embedding = _writing_flops(c, bt, constraint) // (2 * narrow + 1)
         again = forward - 2 * bt * (c.dim * c.vocab_size + last) - embedding
     return forward + inputs + weights + again

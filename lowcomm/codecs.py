@@ -9,8 +9,8 @@
     dare               random values, scaled by 1 / keep (DARE), so that the sum is unbiased
 
 Small floats, int8 and signs share a scale among each block of `BLOCK` values and are packed to the bit: E3M0 takes 4
-bits a value and 8 bits a block. Every code is finite; NaN and infinities are refused by name. On a GPU, small floats of 4 and
-8 bits are fused kernels (`kernels`) where Triton is installed, and else the same operations as on the CPU.
+bits a value and 8 bits a block. Every code is finite; NaN and infinities are refused by name. On a GPU, small floats of
+4 and 8 bits are fused kernels (`kernels`) where Triton is installed, and else the same operations as on the CPU.
 
 To add a codec, write a class with `encode`, `decode` and `nbytes` here, enter it in `make_codec`, and list its name in
 `config.CODECS`; `method.codec` in params.yaml then accepts it.

@@ -14,8 +14,10 @@ N query heads, K key/value heads, H width of a head, R rank of the subspace.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -212,6 +214,30 @@ class Block(nn.Module):
         return x_BTD + write(self.mlp(self.mlp_norm(x_BTD)))
 
 
+_recomputing = threading.local()
+
+
+def recomputing() -> bool:
+    """Whether a block is computed for the second time: for what its backward pass needs, not for its result."""
+    return getattr(_recomputing, "now", False)
+
+
+@contextlib.contextmanager
+def _again() -> Iterator[None]:
+    _recomputing.now = True
+    try:
+        yield
+    finally:
+        _recomputing.now = False
+
+
+def _computed_twice(block: nn.Module, *inputs: Tensor | None) -> Tensor:
+    if torch.compiler.is_compiling():
+        return checkpoint(block, *inputs, use_reentrant=False)
+    contexts = (contextlib.nullcontext, _again)
+    return checkpoint(block, *inputs, use_reentrant=False, context_fn=lambda: tuple(c() for c in contexts))
+
+
 def stage_layers(layers: int, stages: int, stage: int) -> range:
     """Layers of a stage of a pipeline: neighbours, and as many as in any other, or one more or less."""
     if not 1 <= stages <= layers:
@@ -344,7 +370,7 @@ class Decoder(nn.Module):
             if self.tap is not None and int(name) == len(self.constrained_layers) and x_BTD.requires_grad:
                 x_BTD.register_hook(self.tap)
             if self.recompute and torch.is_grad_enabled():
-                x_BTD = checkpoint(block, x_BTD, cos, sin, self.basis_DR, use_reentrant=False)
+                x_BTD = _computed_twice(block, x_BTD, cos, sin, self.basis_DR)
             else:
                 x_BTD = block(x_BTD, cos, sin, self.basis_DR, None if kept is None else kept[name])
         return x_BTD

@@ -33,7 +33,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lowcomm.model import MLP, Decoder
+from lowcomm.model import MLP, Decoder, recomputing
 
 Sliced = Literal["mlp", "heads", "out", "layers"]
 #: The dimension that is sliced, by the end of a parameter's name.
@@ -95,14 +95,23 @@ class _Product(torch.autograd.Function):
     """y = W x; the gradient with respect to one slice of W, and to x through W or through some slices of it."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, active: Tensor, dim: int, own: Range, through: tuple[Range, ...]):
+    def forward(
+        ctx,
+        x: Tensor,
+        weight: Tensor,
+        active: Tensor,
+        dim: int,
+        own: Range,
+        through: tuple[Range, ...],
+        wanted: bool,
+    ):
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
         ctx.dtypes = x.dtype, active.dtype
         x, weight = x.to(dtype), weight.to(dtype)
         ctx.save_for_backward(x, weight)
         ctx.dim, ctx.own, ctx.through = dim, own, through
-        return F.linear(x, weight)
+        return F.linear(x, weight) if wanted else x.new_empty(*x.shape[:-1], len(weight))
 
     @staticmethod
     def backward(ctx, dy: Tensor):
@@ -124,7 +133,7 @@ class _Product(torch.autograd.Function):
                 for b, e in ctx.through:
                     dx[:, b:e] = rows_dy @ weight[:, b:e]
             dx = dx.view(x.shape).to(ctx.dtypes[0])
-        return dx, None, d_active.to(ctx.dtypes[1]), None, None, None
+        return dx, None, d_active.to(ctx.dtypes[1]), None, None, None, None
 
 
 class SlicedLinear(nn.Module):
@@ -135,18 +144,22 @@ class SlicedLinear(nn.Module):
         active: the slice, a leaf of the graph that shares the weight's memory: [end - begin, in] or, transposed,
             [end - begin, out]. It is what the inner optimizer gets.
         through: ranges along `dim` through which the gradient with respect to the input passes; () for all.
+        last: whether it is the last product of a block, whose result nobody needs when the block is recomputed. (Of
+            its own products torch knows that by itself.)
     """
 
     def __init__(self, linear: nn.Linear, piece: Piece):
         super().__init__()
         self.dim, self.own, self.through = piece.dim, (piece.begin, piece.end), ()
+        self.last = piece.parameter.endswith("mlp.down.weight")
         weight = linear.weight.detach()
         stored = (weight.t() if self.dim else weight).contiguous()
         self.weight = nn.Parameter(stored.t() if self.dim else stored, requires_grad=False)
         self.active = stored[piece.begin : piece.end].requires_grad_()
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Product.apply(x, self.weight, self.active, self.dim, self.own, self.through)
+        wanted = not (self.last and recomputing())
+        return _Product.apply(x, self.weight, self.active, self.dim, self.own, self.through, wanted)
 
 
 def train_slice(model: Decoder, parts: Sequence[Piece], own: int) -> dict[str, Tensor]:
