@@ -370,8 +370,6 @@ class RunConfig:
                 f"method.boundary.update_every_steps = {b.update_every_steps} and update_lr = {b.update_lr} must both"
                 " be above 0, or neither"
             )
-        if b.update_every_steps and self.train.compile:
-            raise ConfigError("train.compile must be false where the subspace moves: its gradients are watched")
 
     def _check_slices(self) -> None:
         m, c = self.method, self.model

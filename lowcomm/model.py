@@ -250,13 +250,14 @@ class Decoder(nn.Module):
 
     `recompute`: keep only the inputs of blocks, and compute the rest once more in the backward pass.
     `offset`: the position of the first token that is read.
-    `tap`: called in the backward pass with the gradient with respect to the input [B, T, D] of the first dense layer.
+    `probe`: zeros [B, T, D] that are added to the input of the first dense layer where gradients are taken, so that
+    its gradient is that of what the constrained layers wrote.
     With a constraint, buffers `basis_DR` (U) and `fixed_VD` (the fixed embedding) are those of every stage.
     """
 
     recompute = False
     offset = 0
-    tap: Callable[[Tensor], None] | None = None
+    probe: Tensor | None = None
 
     def __init__(self, config: ModelConfig, constraint: Constraint | None = None):
         super().__init__()
@@ -366,14 +367,15 @@ class Decoder(nn.Module):
             raise ValueError(f"sequence of {before + T} tokens is longer than model.seq_len = {self.config.seq_len}")
         cos, sin = self.cos_TH[before : before + T], self.sin_TH[before : before + T]
         x_BTD = x if self.embedding is None else self.embed(x)
+        probed = None if self.probe is None or not torch.is_grad_enabled() else len(self.constrained_layers)
         for name, block in self.blocks.items():
-            if self.tap is not None and int(name) == len(self.constrained_layers) and x_BTD.requires_grad:
-                x_BTD.register_hook(self.tap)
+            if probed == int(name):
+                x_BTD = x_BTD + self.probe
             if self.recompute and torch.is_grad_enabled():
                 x_BTD = _computed_twice(block, x_BTD, cos, sin, self.basis_DR)
             else:
                 x_BTD = block(x_BTD, cos, sin, self.basis_DR, None if kept is None else kept[name])
-        return x_BTD
+        return x_BTD + self.probe if probed == self.config.layers else x_BTD
 
     def forward(self, x: Tensor) -> Tensor:
         """Token ids [B, T] (int64) -> logits [B, T, V]; a stage takes and gives activations [B, T, D] at its cuts."""

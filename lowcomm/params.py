@@ -109,7 +109,8 @@ def run_config(
     layers = (
         size,
         {"data": {"corpus": entry["corpus"]}, "replicas": entry["replicas"]},
-        {"method": pick(params["methods"], entry["method"], "method") | at_this_size},
+        {"method": pick(params["methods"], entry["method"], "method")},
+        {"method": at_this_size},
         entry.get("override", {}),
         change,
         override,

@@ -48,6 +48,7 @@ class Pipeline:
         micro_batches: M; a replica's batch splits into them.
         routing: "fixed", or random anew each step or each micro-batch.
         seed: of the routes.
+        watch: called after each backward pass.
     """
 
     def __init__(
@@ -61,7 +62,9 @@ class Pipeline:
         micro_batches: int,
         routing: Routing,
         seed: int,
+        watch: Callable[[], None] | None = None,
     ):
+        self.watch = watch
         self.boundary, self.world = boundary, world
         self.forward, self.losses, self.autocast = forward, losses, autocast
         self.micro_batches, self.routing, self.seed = micro_batches, routing, seed
@@ -136,6 +139,8 @@ class Pipeline:
             if not self.first:
                 arriving[m] = None
             torch.autograd.backward(y, None if self.last else boundary.read_gradients(returning[m].wait(), y))
+            if self.watch is not None:
+                self.watch()
             if not self.first:
                 sent.append(self._send(self._before(route), boundary.gradients(x.grad, turn=turn, slot=m), GRADIENTS))
         for handle in sent:

@@ -201,9 +201,17 @@ class Subspace:
 
     Args:
         model: a stage, made with a constraint. trained: what the inner optimizer updates, by the parameters' names.
+        batch: (B, T) of a micro-batch.
     """
 
-    def __init__(self, model: Decoder, boundary: BoundaryConfig, world: World, trained: dict[str, Tensor]):
+    def __init__(
+        self,
+        model: Decoder,
+        boundary: BoundaryConfig,
+        world: World,
+        trained: dict[str, Tensor],
+        batch: tuple[int, int],
+    ):
         self.model, self.boundary, self.world = model, boundary, world
         self.basis = model.basis_DR
         self.names = model.constrained()
@@ -213,7 +221,7 @@ class Subspace:
         self.gram: Tensor | None = None
         if boundary.update_every_steps and world.stage == world.stages - 1:
             self.gram = self.basis.new_zeros(len(self.basis), len(self.basis))
-            model.tap = self._observe
+            model.probe = self.basis.new_zeros(*batch, len(self.basis), requires_grad=True)
 
     def _dim(self, name: str, *, stored: bool = False) -> int:
         """The dimension of size D of a parameter; `stored`: of the tensor that is trained, which may be transposed."""
@@ -222,9 +230,12 @@ class Subspace:
         layer = self.model.get_submodule(name.removesuffix(".weight"))
         return int(stored and isinstance(layer, SlicedLinear) and layer.dim == 1)
 
-    def _observe(self, gradient: Tensor) -> None:
-        rows = gradient.flatten(0, -2).float()
-        self.gram.addmm_(rows.T, rows)
+    def watch(self) -> None:
+        """After each backward pass: add the gradients at the last compressed layer to S."""
+        if self.gram is not None:
+            rows = self.model.probe.grad.flatten(0, -2).float()
+            self.gram.addmm_(rows.T, rows)
+            self.model.probe.grad = None
 
     def mean_dims(self) -> dict[str, int]:
         """Of the parameters whose second moment is a mean: the dimension it is over."""

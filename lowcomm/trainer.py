@@ -109,7 +109,10 @@ class Trainer:
             self.trained = train_slice(self.model, parts, self.slice)
         self.engine = make_engine(self.model, world, config)
         self.trained = self.trained or dict(self.model.named_parameters())
-        self.subspace = None if b.constraint is None else Subspace(self.model, b, world, self.trained)
+        self.subspace = None
+        if b.constraint is not None:
+            batch = config.local_batch // config.train.accumulation, config.train.seq_len
+            self.subspace = Subspace(self.model, b, world, self.trained, batch)
         if isinstance(self.engine, LocalUpdates) and not self.engine.codec.lossless:
             self.engine.keep = None if self.subspace is None else self.subspace.keep
         mean_dims = {} if self.subspace is None else self.subspace.mean_dims()
@@ -126,6 +129,7 @@ class Trainer:
                 micro_batches=config.train.accumulation,
                 routing=config.method.route,
                 seed=config.seed,
+                watch=None if self.subspace is None else self.subspace.watch,
             )
 
     def _autocast(self) -> torch.autocast:
@@ -187,6 +191,8 @@ class Trainer:
             with self._autocast():
                 loss, entropy = self.losses(part[:, :-1], part[:, 1:])
             (loss / count if count > 1 else loss).backward()
+            if self.subspace is not None:
+                self.subspace.watch()
             entropies.append(entropy.detach())
         return entropies
 
