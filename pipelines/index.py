@@ -26,6 +26,7 @@ TITLES = {
     "streaming_diloco": "Streaming DiLoCo (arXiv:2501.18512)",
     "noloco": "NoLoCo (arXiv:2506.10911)",
     "partial_updates": "Partial Parameter Updates (arXiv:2509.22418)",
+    "protocol_models": "Protocol Models (arXiv:2506.01260)",
 }
 
 
