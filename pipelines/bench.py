@@ -10,9 +10,12 @@
    PyTorch expression of the same over its own.
 5. The seconds of a training step in which 1/4 of the MLPs and heads are trained over those of a full one, at a width
    where computing is all there is; beside it the ratio of their FLOPs.
+6. What keeping to a subspace of a hundredth of the stream's dimensions takes, in shares of a training step (Protocol
+   Models' "about 1 %"): compression at all boundaries, projection of gradients, watching, an update every 500 steps;
+   and the seconds of AdamW with one second moment a row over those of torch's fused one.
 
-In 1 the two alternate in blocks inside one process, in 3 call by call inside the same ranks, in 5 step by step, so that
-a machine whose speed drifts slows both. Medians are quoted, with the quartiles.
+In 1 the two alternate in blocks inside one process, in 3 call by call inside the same ranks, in 5 and 6 step by step,
+so that a machine whose speed drifts slows both. Medians are quoted, with the quartiles.
 """
 
 from __future__ import annotations
@@ -32,13 +35,16 @@ import torch.distributed as dist
 
 from lowcomm.accounting import training_flops
 from lowcomm.bits import BLOCK as CODEC_BLOCK
+from lowcomm.boundary import Boundary
 from lowcomm.codecs import SmallFloat, make_codec
-from lowcomm.config import ROOT
+from lowcomm.comm import World
+from lowcomm.config import ROOT, BoundaryConfig, TrainConfig
 from lowcomm.data import TokenData, prepared
 from lowcomm.model import Decoder, ModelConfig
 from lowcomm.params import run_config
 from lowcomm.partial import pieces, train_slice
-from lowcomm.ranks import default_device, world_from_torchrun
+from lowcomm.ranks import default_device, run_threads, world_from_torchrun
+from lowcomm.subspace import Subspace
 from lowcomm.train import train_in_threads
 from lowcomm.trainer import Trainer, inner_optimizer
 
@@ -156,6 +162,62 @@ def sliced_step(pairs: int = 12) -> tuple[list[float], float]:
     return ratios, flops / training_flops(WIDE, 2, WIDE.seq_len)
 
 
+#: Of item 6: as wide as a laptop allows.
+THIN = ModelConfig(dim=1024, layers=4, heads=16, ffn_dim=2816, vocab_size=2048, seq_len=512)
+SUBSPACE = BoundaryConfig("subspace", 10, update_every_steps=500, update_lr=1.0)
+
+
+def subspace_shares(steps: int = 8) -> dict[str, list[float]]:
+    """Shares of a step of each part, a value a step; "adamw": its seconds over plain AdamW's."""
+    device = default_device()
+    model = Decoder(THIN, SUBSPACE.constraint).initialise(0).to(device)
+    trained, found = dict(model.named_parameters()), {}
+
+    def seconds(call: Callable[[], object]) -> float:
+        begin = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - begin
+
+    def work(world: World) -> None:
+        subspace = Subspace(model, SUBSPACE, world, trained, (2, THIN.seq_len))
+        subspace.gram = torch.zeros(THIN.dim, THIN.dim, device=device)
+        model.probe = torch.zeros(2, THIN.seq_len, THIN.dim, device=device, requires_grad=True)
+        boundary = Boundary(model, SUBSPACE, 0)
+        train = TrainConfig(1, 2, THIN.seq_len, 1e-4, 0, 0, 1)
+        rows = inner_optimizer(trained, train, subspace.mean_dims())
+        plain = inner_optimizer(trained, train)
+        tokens = torch.randint(0, THIN.vocab_size, (2, THIN.seq_len + 1), device=device)
+        ids, x = tokens[:, :-1], torch.randn(2, THIN.seq_len, THIN.dim, device=device)
+
+        def there_and_back() -> None:
+            for _ in range(THIN.layers - 1):
+                boundary.read_activations(boundary.activations(x, ids), ids.shape)
+                boundary.read_gradients(boundary.gradients(x), x)
+
+        for number in range(1, steps + 3):
+            step = seconds(lambda: model.losses(ids, tokens[:, 1:])[0].backward())
+            parts = {
+                "watching": seconds(subspace.watch),
+                "projection": seconds(subspace.project_gradients),
+                "compression": seconds(there_and_back),
+            }
+            times = {name: seconds(optimizer.step) for name, optimizer in (("plain", plain), ("rows", rows))}
+            move = seconds(lambda: subspace.update(500, rows, lambda change: None))
+            parts["update, every 500 steps"] = move / 500
+            step += times["rows"] + sum(parts.values())
+            for p in trained.values():
+                p.grad = None
+            if number > 2:
+                for name, value in (parts | {"all": sum(parts.values())}).items():
+                    found.setdefault(name, []).append(value / step)
+                found.setdefault("adamw", []).append(times["rows"] / times["plain"])
+
+    run_threads(work, replicas=1)
+    return found
+
+
 def exchange_ranks() -> None:
     """Under torchrun: print one JSON line a verb and payload, with the ratios of World's time to all_reduce's."""
     world = world_from_torchrun(replicas=int(os.environ["WORLD_SIZE"]))
@@ -253,6 +315,11 @@ def main() -> int:
     print(
         f"| seconds of a step with 1/4 MLP + 1/4 heads over a full one's | {quartiles(ratios)} | FLOPs: {flops:.3f} |"
     )
+    shares = subspace_shares()
+    ratios = shares.pop("adamw")
+    for name, values in shares.items():
+        print(f"| subspace, % of a step: {name} | {quartiles([100 * v for v in values])} | about 1 in all |")
+    print(f"| seconds of AdamW with a second moment a row over the fused one's | {quartiles(ratios)} | - |")
     for ranks in RANKS:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
