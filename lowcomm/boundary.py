@@ -2,16 +2,21 @@
 
     dense      x as it is
     subspace   (x - T_fixed[ids]) U, and the token ids, from which the next stage rebuilds x (Protocol Models, Eq. 8);
-               of gradients g U (Eq. 9). Exact for a model that keeps to the subspace: see `subspace`
+               of gradients g U (Eq. 9). Exact in fp32, for a model that keeps to the subspace: see `subspace`
     low_rank   P Q^T, the best approximation of rank r that two power iterations find; lossy
 
 What is sent of x goes through a codec, which may be lossy too: sparse or quantised activations. With error feedback,
 what a message could not say is added to what the next one of the same micro-batch is to say.
 
-A message is bytes: the encoded values, then token ids in as few bytes each as hold the vocabulary.
+All of it is computed in fp32, whatever the rest of the step is in. A message is bytes: the encoded values, then token
+ids in as few bytes each as hold the vocabulary.
 """
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,14 +47,25 @@ def unpack_ids(packed: Tensor, vocab_size: int) -> Tensor:
 def low_rank(x: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """P [n, r] with orthonormal columns and Q [D, r] so that P Q^T is near x [n, D]: two power iterations.
 
-    They begin from the same random columns each time.
+    They begin from the same random columns each time. r is `rank`, or n or D where that is less.
     """
-    generator = torch.Generator().manual_seed(0)
+    generator, rank = torch.Generator().manual_seed(0), min(rank, *x.shape)
     q = torch.empty(x.shape[1], rank).normal_(generator=generator).to(x.device)
     for _ in range(2):
         p = torch.linalg.qr(x @ q).Q
         q = x.T @ p
     return p, q
+
+
+def _in_fp32(method: Callable) -> Callable:
+    """Of a `Boundary`: without autocast, which would round what must be rebuilt, and without gradients."""
+
+    @functools.wraps(method)
+    def call(self: Boundary, *args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad(), torch.autocast(self.model.cos_TH.device.type, enabled=False):
+            return method(self, *args, **kwargs)
+
+    return call
 
 
 class Boundary:
@@ -66,13 +82,13 @@ class Boundary:
         self.codec = make_codec(boundary.codec, boundary.codec_keep)
         self.feedback = boundary.error_feedback
         self.wants_ids = self.kind == "subspace"
-        #: What messages so far could not say, by direction and micro-batch.
+        #: What messages so far could not say, by direction and micro-batch: of the values sent, or of x (low_rank).
         self.errors: dict[str, Tensor] = {}
 
     def numel(self, tokens: int) -> int:
         """Values in a message of so many tokens."""
         if self.kind == "low_rank":
-            return self.rank * (tokens + self.width)
+            return min(self.rank, tokens, self.width) * (tokens + self.width)
         return tokens * (self.rank if self.kind == "subspace" else self.width)
 
     def activation_bytes(self, tokens: int) -> int:
@@ -97,21 +113,28 @@ class Boundary:
             x = values.view(tokens, self.rank) @ self.model.basis_DR.T
             return x if ids is None else x.add_(self.model.fixed_VD[ids])
         if self.kind == "low_rank":
-            p, q = values.split([tokens * self.rank, self.width * self.rank])
-            return p.view(tokens, self.rank) @ q.view(self.width, self.rank).T
+            rank = min(self.rank, tokens, self.width)
+            p, q = values.split([tokens * rank, self.width * rank])
+            return p.view(tokens, rank) @ q.view(self.width, rank).T
         return values.view(tokens, self.width)
 
     def _encoded(self, x: Tensor, ids: Tensor | None, turn: int, slot: str | None) -> Tensor:
         x = x.detach().reshape(-1, self.width).float()
-        fed = self.feedback and slot is not None
-        if fed and slot in self.errors:
-            x = x + self.errors[slot]
-        values = self._values(x, ids)
+        before = self.errors.get(slot, 0.0) if self.feedback and slot is not None else 0.0
+        if self.kind == "low_rank":
+            x = x + before
+            wanted = values = self._values(x, ids)
+        else:
+            wanted = values = self._values(x, ids) + before
         packed = values.view(torch.uint8) if self.codec.lossless else self.codec.encode(values, self.seed << 40 | turn)
-        if fed:
-            self.errors[slot] = x - self._rebuilt(self.codec.decode(packed, values.numel()), ids, len(x))
+        if self.feedback and slot is not None:
+            said = self.codec.decode(packed, values.numel())
+            if self.kind == "low_rank":
+                wanted, said = x, self._rebuilt(said, ids, len(x))
+            self.errors[slot] = wanted - said
         return packed
 
+    @_in_fp32
     def activations(self, x: Tensor, ids: Tensor | None, *, turn: int = 0, slot: int | None = None) -> Tensor:
         """The message of activations [B, T, D] of token ids [B, T], which only a subspace wants to know.
 
@@ -121,6 +144,7 @@ class Boundary:
         packed = self._encoded(x, ids, 2 * turn, None if slot is None else f"activations/{slot}")
         return packed if ids is None else torch.cat([packed, pack_ids(ids, self.vocab_size)])
 
+    @_in_fp32
     def read_activations(self, message: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor | None]:
         """Activations [B, T, D] and, where they travel, ids [B, T], from a message; `shape`: (B, T)."""
         tokens, ids = shape[0] * shape[1], None
@@ -131,10 +155,12 @@ class Boundary:
         x = self._rebuilt(self.codec.decode(message, self.numel(tokens)), ids, tokens)
         return x.view(*shape, self.width), None if ids is None else ids.view(shape)
 
+    @_in_fp32
     def gradients(self, g: Tensor, *, turn: int = 0, slot: int | None = None) -> Tensor:
         """The message of gradients [B, T, D]."""
         return self._encoded(g, None, 2 * turn + 1, None if slot is None else f"gradients/{slot}")
 
+    @_in_fp32
     def read_gradients(self, message: Tensor, like: Tensor) -> Tensor:
         """Gradients of `like` [B, T, D] from a message."""
         tokens = like.numel() // self.width

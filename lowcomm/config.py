@@ -289,6 +289,8 @@ class RunConfig:
             for f in dataclasses.fields(MethodConfig):
                 if getattr(m, f.name) != getattr(default, f.name):
                     raise ConfigError(f"method.{f.name} means nothing with method.exchange = {m.exchange}")
+            if t.record_ranks and m.exchange == "fsdp":
+                raise ConfigError("train.record_ranks needs whole matrices, which method.exchange = fsdp shards")
             if (t.evaluate_also or t.record_spread) and m.exchange != "none":
                 key = "evaluate_also" if t.evaluate_also else "record_spread"
                 raise ConfigError(
@@ -331,6 +333,11 @@ class RunConfig:
             )
         if b.error_feedback and not lossy:
             raise ConfigError("method.boundary.error_feedback means nothing where nothing is lost")
+        if b.error_feedback and b.codec == "dare":
+            raise ConfigError(
+                "method.boundary.error_feedback with codec = dare grows without bound: it scales what it keeps; use"
+                " dropout"
+            )
         if b.kind != "subspace":
             default = BoundaryConfig(b.kind, b.rank, b.codec, b.codec_keep, b.error_feedback)
             for f in dataclasses.fields(BoundaryConfig):
@@ -360,6 +367,15 @@ class RunConfig:
             raise ConfigError(
                 f"method.boundary.dense_layers = {b.dense_layers} must all be of the last stage, which has {len(last)}"
                 f" of {layers} layers: what crosses a boundary keeps to the subspace"
+            )
+        if b.update_every_steps >= self.train.steps:
+            raise ConfigError(
+                f"method.boundary.update_every_steps = {b.update_every_steps} must be below train.steps ="
+                f" {self.train.steps}, or 0: the subspace would never move"
+            )
+        if b.mode == "reparametrised" and "layers" in m.sliced:
+            raise ConfigError(
+                "method.sliced = layers does not go with method.boundary.mode = reparametrised: layers are not equal"
             )
         if b.mode == "reparametrised" and b.second_moment != "row":
             raise ConfigError("method.boundary.second_moment means nothing with mode = reparametrised")

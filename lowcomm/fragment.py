@@ -234,23 +234,15 @@ class Fragment:
         """What is to be averaged: the outer gradient, or the parameters themselves."""
         return flatten(self.parameters).float() if self.sends_parameters else self.delta()
 
-    def apply(
-        self,
-        mean: Tensor,
-        mixing: float,
-        peers: Tensor | None = None,
-        keep: Callable[[dict[str, Tensor]], None] | None = None,
-    ) -> None:
+    def apply(self, mean: Tensor, mixing: float, peers: Tensor | None = None) -> None:
         """Take the outer step with the mean of what was sent, then mix: theta <- alpha theta + (1 - alpha) agreed.
 
-        `peers`: as in `OuterOptimizer.step`. `keep`: changes in place what the step makes of `agreed`.
+        `peers`: as in `OuterOptimizer.step`.
         """
         names = self._state.names
         values = dict(zip(names, self._state.use(*names), strict=True))
         agreed = values.pop("agreed")
         self.outer.step(agreed, mean, values, peers)
-        if keep is not None:
-            keep(self.values(agreed))
         if mixing == 0:
             unflatten_into(agreed, self.parameters)
         else:

@@ -308,7 +308,8 @@ class Decoder(nn.Module):
         if self.constraint is not None:
             columns = torch.eye(c.dim)[:, : self.constraint.rank]
             if self.constraint.basis == "gaussian":
-                own = torch.Generator().manual_seed(seed)
+                # Apart from the weights' seed, whose first draws are the embedding; of 32 bits, as torch takes no more.
+                own = torch.Generator().manual_seed((seed + 1) * 0x9E3779B1 % 2**32)
                 columns = torch.empty(self.basis_DR.shape).normal_(generator=own)
             self.basis_DR.copy_(orthonormal(columns))
         for name, p in self.named_parameters():

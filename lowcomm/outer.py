@@ -239,7 +239,7 @@ class LocalUpdates:
             self.sections.append(self._owners(names))
         self.schedule = Schedule(len(groups), method.sync_every_steps)
         self.overlap = method.overlap_steps[world.replica % len(method.overlap_steps)]
-        #: Changes in place what an outer step makes of parameters, by name; set where a constraint must hold.
+        #: Changes in place the means that arrive, by parameter; set where a constraint must hold that they break.
         self.keep: Callable[[dict[str, Tensor]], None] | None = None
 
     def _piece(self, of: dict[str, Tensor], name: str) -> Tensor:
@@ -309,7 +309,9 @@ class LocalUpdates:
         mean = fragment.under_way.wait()
         fragment.under_way = None
         peers = None if fragment.peers is None else fragment.peers.wait()
-        fragment.apply(mean, self.method.mixing, peers, self.keep)
+        if self.keep is not None:
+            self.keep(fragment.values(mean))
+        fragment.apply(mean, self.method.mixing, peers)
         fragment.peers = None
         if fragment.outer.needs_peers and fragment.turns < self._turns(index):
             slow = fragment.agreed.to(self.world.device, copy=True)
@@ -351,7 +353,9 @@ class LocalUpdates:
     def map(self, change: Callable[[dict[str, Tensor]], None]) -> None:
         for fragment in self.fragments:
             fragment.map(change)
-            for arrived in self._arrived(fragment).values():
+            for name, arrived in self._arrived(fragment).items():
+                if name == "under_way" and self.keep is not None:
+                    self.keep(fragment.values(arrived))
                 change(fragment.values(arrived))
 
     def _arrived(self, fragment: Fragment) -> dict[str, Tensor]:

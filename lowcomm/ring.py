@@ -19,6 +19,8 @@ from torch import Tensor
 from lowcomm.axis import Handle
 from lowcomm.comm import World
 from lowcomm.model import Decoder
+from lowcomm.settings import ConfigError
+from lowcomm.transport import ProcessTransport
 
 PURPOSE = "ring"
 
@@ -111,10 +113,16 @@ class _Attention(torch.autograd.Function):
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, world: World) -> Tensor:
     """Causal attention of this rank's segment [B, N, T, H] over all tokens up to its own; every replica must call it.
 
-    k, v [B, K, T, H], where K divides N. Replicas stand for segments, in order.
+    k, v [B, K, T, H], where K divides N. Replicas stand for segments, in order. Computed in fp32 at least, whatever the
+    type of q. Raises ConfigError for ranks in threads that share a GPU: autograd has one thread for it, in which the
+    backward pass of one rank would wait for another's.
     """
-    groups = q.shape[1] // k.shape[1]
-    return _Attention.apply(q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), _Ring(world))
+    if q.is_cuda and world.replicas > 1 and not isinstance(world.transport, ProcessTransport):
+        raise ConfigError("ring attention on a GPU needs processes (torchrun): its backward pass waits for other ranks")
+    groups, dtype = q.shape[1] // k.shape[1], torch.promote_types(q.dtype, torch.float32)
+    with torch.autocast(q.device.type, enabled=False):
+        k, v = (t.to(dtype).repeat_interleave(groups, 1) for t in (k, v))
+        return _Attention.apply(q.to(dtype), k, v, _Ring(world)).to(q.dtype)
 
 
 def ring_bytes(ranks: int, elements: int) -> int:

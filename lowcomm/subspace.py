@@ -8,8 +8,10 @@ two stages of a pipeline (`boundary`). A row of the paper's W_p is a column of `
 
 Gradients with respect to the stream have parts outside the subspace (through norms, attention and activations), which
 reach no weight but through U: those of constrained matrices are projected (appendix A), so that they are the same
-however many boundaries there are. AdamW would still leave the subspace, as its second moment scales each entry by
-another factor; with one second moment for all entries that share a row of W_p (Eqs. 12 to 14) it does not (`RowAdamW`).
+however many boundaries there are. (In fp32. Under bf16 autocast weights are rounded as they are used, and what is
+written leaves the subspace by as much; a boundary then rounds too.) AdamW would still leave the subspace, as its second
+moment scales each entry by another factor; with one second moment for all entries that share a row of W_p (Eqs. 12 to
+14) it does not (`RowAdamW`).
 
 Every so many steps the subspace takes a step on the Grassmann manifold (section 4.5), towards the gradients G_t at the
 last compressed layer. With S = sum_t G_t^T G_t, the energy outside is tr S - tr(U^T S U); here it is taken as a share
@@ -162,18 +164,20 @@ def overhead_flops(c: ModelConfig, b: BoundaryConfig, sequences: int, tokens: in
     """FLOPs of keeping to the subspace, of a whole pipeline: three a step, and of one "update".
 
     "boundaries": activations and gradients, compressed and rebuilt, 8BTDk at each of the stages - 1; "projection" of
-    gradients [D, n], 4Dkn; "watching" the gradients at the last compressed layer, 2BTD^2. An update takes S U and its
-    projection on the tangent, and projects weights and moments, 4Dkn each (QR and second moments are not counted).
-    Re-parametrised, nothing is projected, and an update turns k coordinates, 2k^2 n each.
+    gradients [D, n], 4Dkn, and of weights that AdamW moves out of it as much; "watching" the gradients at the last
+    compressed layer, 2BTD^2. An update takes S U and its projection on the tangent, and projects weights and AdamW's
+    first moments, 4Dkn each (QR, and outer state, are not counted). Re-parametrised, nothing is projected, and an
+    update turns k coordinates, 2k^2 n each.
     """
     D, k, bt = c.dim, b.rank, sequences * tokens
     n = _columns(c, b) + c.vocab_size
     projected = b.mode == "projected"
     moving = b.update_every_steps > 0
+    weights = {"row": 0, "mixed": max(0, c.layers - b.dense_layers) * c.heads * c.width_of_head, "element": n}
     carry = 4 * D * k * n if projected else 2 * k * k * n
     return {
         "boundaries": 8 * bt * D * k * (stages - 1),
-        "projection": 4 * D * k * n if projected else 0,
+        "projection": 4 * D * k * (n + weights[b.second_moment]) if projected else 0,
         "watching": 2 * bt * D * D if moving else 0,
         "update": moving * (2 * D * D * k + 4 * D * k * k + 2 * carry),
     }
@@ -230,6 +234,11 @@ class Subspace:
         layer = self.model.get_submodule(name.removesuffix(".weight"))
         return int(stored and isinstance(layer, SlicedLinear) and layer.dim == 1)
 
+    def moves(self, step: int) -> bool:
+        """Whether the subspace moves after a step."""
+        every = self.boundary.update_every_steps
+        return every > 0 and step % every == 0
+
     def watch(self) -> None:
         """After each backward pass: add the gradients at the last compressed layer to S."""
         if self.gram is not None:
@@ -261,7 +270,7 @@ class Subspace:
                 p.copy_(project(p, self.basis, dim))
 
     def keep(self, values: dict[str, Tensor]) -> None:
-        """Project other values of parameters (in their shapes), in place: outer state, after a lossy codec."""
+        """Project other values of parameters (in their shapes), in place: means that a lossy codec has moved."""
         if self.projected:
             self._map(values, lambda x, dim: project(x, self.basis, dim))
 
@@ -282,8 +291,7 @@ class Subspace:
         map_outer: applies a change to the values of parameters in outer state. Returns what is worth logging, on the
         last stage: the share of the gradients' energy outside the subspace, before and after.
         """
-        every = self.boundary.update_every_steps
-        if not every or step % every:
+        if not self.moves(step):
             return {}
         world, new, logged = self.world, self.basis.clone(), {}
         if self.gram is not None:

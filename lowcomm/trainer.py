@@ -167,6 +167,8 @@ class Trainer:
         logged = self.engine.after_step(step)
         if self.subspace is not None and step < t.steps:
             logged |= self.subspace.update(step, self.optimizer, self.engine.map)
+            if self.pipeline is not None and self.subspace.moves(step):
+                self.pipeline.boundary.errors.clear()  # they were of the old subspace
         if t.record_ranks and self._is_evaluated(step):
             ranks |= stable_ranks(dict(self.model.named_parameters()), "stable_rank")
         row = {"step": step, "lr": lr, "grad_norm": norm} | logged | ranks

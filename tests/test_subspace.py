@@ -347,7 +347,7 @@ def test_what_the_update_sees_is_the_gradient_at_the_last_compressed_layer(corpu
 
         *others, found[stages] = run_threads(work, replicas=1, stages=stages)
         assert all(g is None for g in others)
-    torch.testing.assert_close(found[2], found[1], rtol=1e-5, atol=1e-12)
+    torch.testing.assert_close(found[2], found[1], rtol=1e-5, atol=1e-9)
     config = held(train={"accumulation": 2})
     model = Decoder(config.model, config.method.boundary.constraint).initialise(config.seed)
     t = config.train
@@ -433,6 +433,82 @@ def test_everything_composes_and_resumes_bit_for_bit(
         assert relative(project(w, weights["basis_DR"], 0), w) < 1e-5
 
 
+@pytest.mark.parametrize(
+    ("run", "method"),
+    [
+        ("data_parallel", {}),
+        ("diloco_m2", {"sync_every_steps": 4}),
+        ("streaming_h30", {"sync_every_steps": 6, "overlap_steps": [2], "mixing": 0.5, "codec": "fp32"}),
+        ("noloco_rare", {"sync_every_steps": 4}),
+        ("diloco_m2", {"sync_every_steps": 4, "trainable": "slice", "slices": 2, "sliced": ["mlp", "out"]}),
+    ],
+)
+def test_with_sgd_both_modes_are_one_through_updates(run: str, method: dict, corpus: Path, tmp_path: Path) -> None:
+    """W = U Z moves as W projected does: so coordinates, outer state and what is under way are all turned rightly."""
+    train = LOCAL | {"steps": 16, "optimizer": "sgd", "lr": 0.5}
+    found = []
+    for mode in ("projected", "reparametrised"):
+        config = held(run, boundary=MOVING | {"mode": mode}, method=method, replicas=2, stages=2, train=train)
+        found.append(losses_of(config, corpus, tmp_path / mode))
+    assert found[1] == pytest.approx(found[0], rel=2e-6)
+    assert found[0][-1] < found[0][0] - 0.05  # it has learnt
+
+
+def test_a_means_projection_is_the_same_before_and_after_it_is_applied(corpus: Path, tmp_path: Path) -> None:
+    """Different tau, a lossy codec, an update in between: replicas agree on a fragment that all have applied.
+
+    It is sent at step 12, applied at 12 and at 15; the subspace moves at 14.
+    """
+    method = {"sync_every_steps": 6, "overlap_steps": [0, 3], "codec": "e3m0"}
+    boundary = {"update_every_steps": 7, "update_lr": 1.0}
+    config = held("streaming_h30", boundary=boundary, method=method, replicas=2, train={"steps": 24})
+
+    def work(world) -> Tensor:
+        t = config.train
+        trainer = Trainer(config, world, TokenData(corpus, seq_len=t.seq_len, global_batch=t.global_batch, seed=0))
+        for step in range(1, 17):
+            trainer.step(step)
+        return trainer.engine.state()["0/agreed"]
+
+    assert relative(*run_threads(work, replicas=2)) < 1e-6
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype")  # of norms of queries and keys, on a CPU
+@pytest.mark.parametrize("boundary", [{}, MOVING, {"kind": "low_rank", "rank": 3}])
+def test_boundaries_are_computed_in_fp32_where_the_rest_is_not(boundary: dict, corpus: Path, tmp_path: Path) -> None:
+    """bf16 autocast, evaluations included; weights are rounded then, and losses with them."""
+    config = held(boundary=boundary, stages=2, train={"precision": "bf16", "eval_every": 6})
+    full = dataclasses.replace(config, train=dataclasses.replace(config.train, precision="fp32"))
+    half, whole = losses_of(config, corpus, tmp_path / "bf16"), losses_of(full, corpus, tmp_path / "fp32")
+    assert half == pytest.approx(whole, rel=0.01)
+    assert half != whole
+
+
+def test_feedback_of_a_subspace_keeps_nothing_that_it_can_never_say() -> None:
+    """The part of a gradient outside the subspace is not wanted: only the codec's error is."""
+    model = Decoder(ModelConfig(16, 2, 2, 32, 64, 8), Constraint(4)).initialise(0)
+    boundary = Boundary(model, BoundaryConfig("subspace", 4, codec="bf16", error_feedback=True), 0)
+    g = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(0))
+    for turn in range(50):
+        boundary.gradients(g, turn=turn, slot=0)
+    assert boundary.errors["gradients/0"].norm() < 0.01 * g.norm()
+
+
+def test_a_low_rank_message_of_few_tokens_is_of_fewer_ranks(corpus: Path, tmp_path: Path) -> None:
+    """The last windows of an evaluation may be fewer tokens than the rank."""
+    config = held(boundary={"kind": "low_rank", "rank": 12}, stages=2, train={"accumulation": 2, "global_batch": 4})
+    boundary = Boundary(Decoder(config.model), config.method.boundary, 0)
+    x = torch.randn(1, 3, 16)
+    message = boundary.activations(x, None)
+    assert message.numel() == boundary.activation_bytes(3) == 4 * 3 * (3 + 16)
+    torch.testing.assert_close(boundary.read_activations(message, (1, 3))[0], x, rtol=1e-4, atol=1e-5)
+
+
+def test_the_basis_is_drawn_apart_from_the_embedding() -> None:
+    model = Decoder(ModelConfig(64, 1, 2, 32, 64, 8), Constraint(1)).initialise(0)
+    assert abs(torch.cosine_similarity(model.basis_DR[:, 0], model.fixed_VD[0], dim=0)) < 0.5
+
+
 def test_threads_equal_processes(corpus: Path, tmp_path: Path) -> None:
     config = held(boundary=MOVING, replicas=1, stages=2, train=LOCAL)
     threads = train_in_threads(config, corpus, tmp_path / "threads")
@@ -464,7 +540,7 @@ BOUNDARIES = [
     {"kind": "dense", "rank": 0},
     {"kind": "dense", "rank": 0, "codec": "topk", "codec_keep": 0.1},
     {"kind": "dense", "rank": 0, "codec": "e2m1"},
-    {"kind": "dense", "rank": 0, "codec": "dare", "codec_keep": 0.2, "error_feedback": True},
+    {"kind": "dense", "rank": 0, "codec": "dropout", "codec_keep": 0.2, "error_feedback": True},
     {"kind": "low_rank", "rank": 3},
     {"kind": "low_rank", "rank": 3, "codec": "bf16", "error_feedback": True},
     {"codec": "int8"},
@@ -554,6 +630,18 @@ def test_evaluation_leaves_no_error_behind() -> None:
         ({"boundary": {"codec_keep": 0.5}, "stages": 2}, "codec_keep means nothing with codec fp32"),
         ({"boundary": {"codec": "topk", "codec_keep": 2}, "stages": 2}, "method.boundary.codec_keep = 2.0 is a share"),
         ({"boundary": {"error_feedback": True}, "stages": 2}, "error_feedback means nothing where nothing is lost"),
+        (
+            {"boundary": {"update_every_steps": 12, "update_lr": 1}},
+            "update_every_steps = 12 must be below train.steps = 12",
+        ),
+        (
+            {"boundary": {"kind": "dense", "rank": 0, "codec": "dare", "error_feedback": True}, "stages": 2},
+            "error_feedback with codec = dare grows without bound",
+        ),
+        (
+            {"method": {"exchange": "fsdp", "boundary": {"kind": "dense", "rank": 0}}, "train": {"record_ranks": True}},
+            "record_ranks needs",
+        ),
         ({"boundary": {"update_every_steps": 5}}, "update_every_steps = 5 and update_lr = 0.0 must both be above 0"),
         (
             {"boundary": {"mode": "reparametrised", "second_moment": "mixed"}},
@@ -596,10 +684,14 @@ def test_flops_equal_the_counted_ones(recompute: bool, mlp: str, sliced: tuple, 
     assert counter.get_total_flops() == training_flops(config, 2, 8, **settings)
 
 
+@pytest.mark.parametrize("moment", ["row", "mixed", "element"])
 @pytest.mark.parametrize("mode", ["projected", "reparametrised"])
-def test_overhead_equals_the_counted(mode: str, corpus: Path) -> None:
+def test_overhead_equals_the_counted(mode: str, moment: str, corpus: Path) -> None:
     """FLOPs of each part, and bytes of what is alive, over a real step of three stages with an update."""
-    config = held(boundary={"update_every_steps": 1, "update_lr": 1.0, "mode": mode}, train={"accumulation": 1})
+    if mode == "reparametrised" and moment != "row":
+        return  # refused
+    moving = {"update_every_steps": 1, "update_lr": 1.0, "mode": mode, "second_moment": moment}
+    config = held(boundary=moving, train={"accumulation": 1})
     t, b = config.train, config.method.boundary
     closed = overhead_flops(config.model, b, t.global_batch, t.seq_len, 3)
 
@@ -626,7 +718,7 @@ def test_overhead_equals_the_counted(mode: str, corpus: Path) -> None:
             lambda: boundary.read_gradients(back, x),
         )
         assert closed["boundaries"] == 2 * each
-        assert closed["projection"] == counted(subspace.project_gradients)
+        assert closed["projection"] == counted(subspace.project_gradients, subspace.project_weights)
         rows = x.flatten(0, 1)
         assert closed["watching"] == counted(lambda: rows.T @ rows)  # in place, it is not counted
         update = counted(lambda: subspace.update(2, trainer.optimizer, trainer.engine.map))
