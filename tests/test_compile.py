@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from lowcomm.metrics import read_metrics
 from lowcomm.train import train_in_threads
 from tests.conftest import small_run
 
@@ -37,6 +37,6 @@ def test_a_compiled_run_is_the_run(
         config = small_run(run, replicas=replicas, train=train, method=method)
         out = tmp_path / str(compiled)
         train_in_threads(config, corpus, out)
-        rows = [json.loads(line) for line in (out / "metrics" / "rank-000.jsonl").read_text().splitlines()]
+        rows = read_metrics(out / "metrics" / "rank-000.jsonl")
         found.append([r["loss"] for r in rows] + [rows[-1]["val_loss"]])
     assert found[1] == pytest.approx(found[0], rel=1e-5)
