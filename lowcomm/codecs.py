@@ -59,6 +59,15 @@ def refuse_non_finite(x: Tensor, largest: Tensor) -> None:
         raise ValueError(f"value {at} of {x.numel()} is {x[at].item()}; only finite values can be sent")
 
 
+def _aligned(packed: Tensor) -> Tensor:
+    """Bytes that can be viewed as any dtype: a copy where they lie at an odd place of a longer message."""
+    return packed.clone() if packed.storage_offset() % 8 else packed
+
+
+def _view(packed: Tensor, dtype: torch.dtype) -> Tensor:
+    return _aligned(packed).view(dtype)
+
+
 class Cast:
     """Values cast to a floating dtype, rounded to nearest even. Infinities that the cast makes are refused."""
 
@@ -79,7 +88,7 @@ class Cast:
         return cast.view(torch.uint8)
 
     def decode(self, packed: Tensor, numel: int) -> Tensor:
-        return packed.view(self.dtype).to(torch.float32)
+        return _view(packed, self.dtype).to(torch.float32)
 
     def nbytes(self, numel: int) -> int:
         return numel * self.dtype.itemsize
@@ -221,7 +230,7 @@ class Int8:
         return packed
 
     def decode(self, packed: Tensor, numel: int) -> Tensor:
-        x = torch.empty(numel, device=packed.device)
+        x, packed = torch.empty(numel, device=packed.device), _aligned(packed)
         for values, step, codes in blocks(x, packed, 8, torch.float32):
             values.copy_(codes.view(torch.int8)).mul_(step[:, None])
         return x
@@ -245,7 +254,7 @@ class Sign:
         return packed
 
     def decode(self, packed: Tensor, numel: int) -> Tensor:
-        x = torch.empty(numel, device=packed.device)
+        x, packed = torch.empty(numel, device=packed.device), _aligned(packed)
         for values, scale, codes in blocks(x, packed, 1, torch.float32):
             values.copy_(unpack(codes, values.shape[1], 1)).mul_(-2).add_(1).mul_(scale[:, None])
         return x
@@ -280,9 +289,9 @@ class TopK:
         if self._as_bits(numel):
             kept = unpack_bits(packed[:size], 1).view(-1)[:numel].nonzero()[:, 0]
         else:
-            kept = packed[:size].clone().view(torch.int32).long()
+            kept = _view(packed[:size], torch.int32).long()
         x = torch.zeros(numel, device=packed.device)
-        x[kept] = packed[size:].clone().view(torch.float32)
+        x[kept] = _view(packed[size:], torch.float32)
         return x
 
     def _as_bits(self, numel: int) -> bool:
@@ -313,8 +322,8 @@ class RandomKeep:
 
     def decode(self, packed: Tensor, numel: int) -> Tensor:
         x = torch.zeros(numel, device=packed.device)
-        seed = int(packed[:8].clone().view(torch.int64))
-        x[self._places(numel, seed, packed.device)] = packed[8:].clone().view(torch.float32)
+        seed = int(_view(packed[:8], torch.int64))
+        x[self._places(numel, seed, packed.device)] = _view(packed[8:], torch.float32)
         return x
 
     def nbytes(self, numel: int) -> int:

@@ -2,13 +2,10 @@
 
 Parameters, gradients and optimizer state are sharded over replicas by dimension 0; each block is
 gathered before its forward and its backward pass and its gradients are reduce-scattered after.
-Because World adds in rank order, the gradients are those of `outer.DataParallel`, bit for bit.
+Because World adds in rank order, the gradients are those of `engine.DataParallel`, bit for bit.
 """
 
 from __future__ import annotations
-
-import contextlib
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -16,9 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lowcomm.comm import World
-from lowcomm.config import MethodConfig, TrainConfig
+from lowcomm.engine import Engine
 from lowcomm.model import Decoder
-from lowcomm.outer import Evaluated
 from lowcomm.settings import ConfigError
 from lowcomm.transport import ProcessTransport
 
@@ -50,12 +46,13 @@ class _ReduceScatter(_Allocate):
             output_tensor.div_(self.world.replicas)
 
 
-class FullySharded:
-    """The engine of `exchange = fsdp`: everything happens inside the model's hooks."""
+class FullySharded(Engine):
+    """The engine of `exchange = fsdp`: everything happens inside the model's hooks.
 
-    one_model = True
+    Bytes are not claimed in closed form: padding and prefetch are FSDP2's own; the ledger says what it sent.
+    """
 
-    def __init__(self, model: Decoder, world: World, method: MethodConfig, train: TrainConfig):
+    def __init__(self, model: Decoder, world: World):
         if not isinstance(world.transport, ProcessTransport):
             raise ConfigError("method.exchange = fsdp needs processes (torchrun); threads share one set of hooks")
         self.model = model
@@ -65,18 +62,6 @@ class FullySharded:
             module.set_custom_all_gather(_AllGather(world))
             module.set_custom_reduce_scatter(_ReduceScatter(world))
 
-    def before_step(self, step: int) -> None:
-        """Nothing to prepare."""
-
-    def average_gradients(self) -> None:
-        """The hooks have done it."""
-
-    def after_step(self, step: int) -> dict[str, float]:
-        return {}
-
-    def evaluated(self, which: Evaluated) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
     def weights(self) -> dict[str, Tensor]:
         modules = [*self.model.blocks.values(), self.model]
         for module in modules:
@@ -85,15 +70,3 @@ class FullySharded:
         for module in modules:
             module.reshard()
         return whole
-
-    def map(self, change: Callable[[dict[str, Tensor]], None]) -> None:
-        """Nothing is kept."""
-
-    def state(self) -> dict[str, Tensor]:
-        return {}
-
-    def load(self, state: dict[str, Tensor]) -> None:
-        """Nothing was kept."""
-
-    def sent_bytes(self) -> dict[str, int]:
-        return {}  # padding and prefetch are FSDP2's own; the ledger says what it sent

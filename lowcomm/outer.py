@@ -1,4 +1,4 @@
-"""The engine: how replicas come to agree. DiLoCo, plain averaging and data-parallel training.
+"""Local updates: replicas train alone for a while, then come to agree. DiLoCo and what follows from it.
 
 DiLoCo (Douillard et al., 2023, arXiv:2311.08105; Algorithm 1 of Streaming DiLoCo). Replica m trains
 theta_m for H inner steps; phi are the parameters last agreed. Then
@@ -16,8 +16,7 @@ theta_m for H inner steps; phi are the parameters last agreed. Then
 DiLoCo exchanges the whole model and takes phi as it is (alpha = 0). Streaming DiLoCo (`streaming`) does this for a
 fragment at a time, with tau inner steps between sending Delta_m and applying Delta.
 
-Federated averaging (local SGD) exchanges theta itself and takes its mean. Data-parallel training
-exchanges gradients, each step, before clipping and the inner optimizer.
+Federated averaging (local SGD) exchanges theta itself and takes its mean.
 
 NoLoCo (`noloco`) takes the mean over a random group. Then nothing is agreed by all: each replica has a phi of its own,
 its slow weights, and the outer optimizer also wants the mean of the group's. As this group is known in advance, slow
@@ -31,22 +30,19 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from lowcomm.accounting import Section, mean_bytes
+from lowcomm.accounting import Section
 from lowcomm.codecs import make_codec
 from lowcomm.comm import World
 from lowcomm.config import MethodConfig, TrainConfig
-from lowcomm.fragment import Fragment, flatten, unflatten_into
+from lowcomm.engine import Engine, Evaluated, holding, of_replicas
+from lowcomm.fragment import Fragment
 from lowcomm.partial import pieces
 from lowcomm.peers import make_peers
 from lowcomm.streaming import Schedule, parameter_fragments
-
-#: What may be evaluated: the parameters last agreed, the first replica's own, the mean of all replicas' own.
-Evaluated = Literal["agreed", "first_replica", "replica_average"]
 
 
 def pairwise_cosine(vectors: list[Tensor]) -> float:
@@ -56,167 +52,7 @@ def pairwise_cosine(vectors: list[Tensor]) -> float:
     return float((stacked @ stacked.T).triu(1).sum() / (n * (n - 1) / 2))
 
 
-def weight_spread(world: World, parameters: list[Tensor]) -> float:
-    """Standard deviation of the replicas' weights: sqrt(mean over weights and replicas of (theta_m - mean)^2).
-
-    Over all stages; every rank must ask, and gets the same.
-    """
-    own = flatten(parameters).float()
-    off = own.sub(world.mean(own.clone(), purpose="analysis")).double()
-    total = torch.tensor([off.square().sum().item(), off.numel()], dtype=torch.float64, device=world.device)
-    squares, count = world.sum(total, purpose="analysis", axis="world").tolist()
-    return (squares / count) ** 0.5
-
-
-class Engine(Protocol):
-    """What a trainer calls; it knows no method by name.
-
-    one_model: whether replicas evaluate one model, or each its own.
-    """
-
-    one_model: bool
-
-    def before_step(self, step: int) -> None:
-        """Before inner step `step` (from 1)."""
-        ...
-
-    def average_gradients(self) -> None:
-        """Between the backward pass and clipping."""
-        ...
-
-    def after_step(self, step: int) -> dict[str, float]:
-        """After inner step `step`. Returns what is worth logging."""
-        ...
-
-    def evaluated(self, which: Evaluated) -> contextlib.AbstractContextManager[None]:
-        """Inside, the model holds the parameters to evaluate."""
-        ...
-
-    def weights(self) -> dict[str, Tensor]:
-        """The parameters to evaluate, whole, by name; the mean of the replicas' own where they have no one model.
-
-        Every rank must ask.
-        """
-        ...
-
-    def map(self, change: Callable[[dict[str, Tensor]], None]) -> None:
-        """Change in place what the engine keeps of parameters, by name and in their shapes; waits for what travels."""
-        ...
-
-    def state(self) -> dict[str, Tensor]:
-        """State to checkpoint beside the model and the inner optimizer; waits for what is under way."""
-        ...
-
-    def load(self, state: dict[str, Tensor]) -> None:
-        """Put back what `state` gave."""
-        ...
-
-    def sent_bytes(self) -> dict[str, int]:
-        """Closed form of this rank's bytes on the replica axis in a whole run, by purpose; {} where none is claimed."""
-        ...
-
-
-@contextlib.contextmanager
-def _holding(parameters: list[Tensor], values: Tensor) -> Iterator[None]:
-    """Inside, parameters have other values (flat)."""
-    own = flatten(parameters)
-    unflatten_into(values, parameters)
-    try:
-        yield
-    finally:
-        unflatten_into(own, parameters)
-
-
-def _of_replicas(world: World, parameters: list[Tensor], which: Evaluated) -> Tensor:
-    """The first replica's own parameters, or the mean of all replicas', flat."""
-    own = flatten(parameters)
-    if which == "first_replica":
-        return world.broadcast(own, purpose="analysis")
-    return world.mean(own.float(), purpose="analysis")
-
-
-class DataParallel:
-    """Gradients averaged over replicas at every step."""
-
-    one_model = True
-
-    def __init__(self, model: nn.Module, world: World, method: MethodConfig, train: TrainConfig):
-        self.named, self.world, self.steps = dict(model.named_parameters()), world, train.steps
-        self.parameters = list(self.named.values())
-
-    def before_step(self, step: int) -> None:
-        """Nothing to prepare."""
-
-    def average_gradients(self) -> None:
-        if self.world.replicas > 1:
-            grads = [p.grad for p in self.parameters]
-            unflatten_into(self.world.mean(flatten(grads), purpose="gradients"), grads)
-
-    def after_step(self, step: int) -> dict[str, float]:
-        return {}
-
-    def evaluated(self, which: Evaluated) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()  # replicas hold one model
-
-    def weights(self) -> dict[str, Tensor]:
-        return self.named
-
-    def map(self, change: Callable[[dict[str, Tensor]], None]) -> None:
-        """Nothing is kept."""
-
-    def state(self) -> dict[str, Tensor]:
-        return {}
-
-    def load(self, state: dict[str, Tensor]) -> None:
-        """Nothing was kept."""
-
-    def sent_bytes(self) -> dict[str, int]:
-        numel = sum(p.numel() for p in self.parameters)
-        once = mean_bytes(numel, 4, self.world.replicas, self.world.replica)
-        return {"gradients": self.steps * once}
-
-
-class Independent:
-    """Replicas never exchange anything; but where routes are random, stages train on what other replicas computed."""
-
-    one_model = False
-
-    def __init__(self, model: nn.Module, world: World):
-        self.named, self.world = dict(model.named_parameters()), world
-        self.parameters = list(self.named.values())
-
-    def before_step(self, step: int) -> None:
-        """Nothing to prepare."""
-
-    def average_gradients(self) -> None:
-        """Replicas keep their own gradients."""
-
-    def after_step(self, step: int) -> dict[str, float]:
-        return {}
-
-    def evaluated(self, which: Evaluated) -> contextlib.AbstractContextManager[None]:
-        if which == "agreed":
-            return contextlib.nullcontext()
-        return _holding(self.parameters, _of_replicas(self.world, self.parameters, which))
-
-    def weights(self) -> dict[str, Tensor]:
-        mean = _of_replicas(self.world, self.parameters, "replica_average").split([p.numel() for p in self.parameters])
-        return {n: v.view(p.shape) for (n, p), v in zip(self.named.items(), mean, strict=True)}
-
-    def map(self, change: Callable[[dict[str, Tensor]], None]) -> None:
-        """Nothing is kept."""
-
-    def state(self) -> dict[str, Tensor]:
-        return {}
-
-    def load(self, state: dict[str, Tensor]) -> None:
-        """Nothing was kept."""
-
-    def sent_bytes(self) -> dict[str, int]:
-        return {}
-
-
-class LocalUpdates:
+class LocalUpdates(Engine):
     """Replicas train alone and meet for a fragment at its turn: DiLoCo, Streaming DiLoCo, federated averaging, NoLoCo.
 
     What is under way when a run ends is applied; with `close_last_round`, every fragment is then exchanged once more,
@@ -266,9 +102,6 @@ class LocalUpdates:
             for index, fragment in enumerate(self.fragments):
                 for p in fragment.parameters:
                     p.requires_grad_(index == following)
-
-    def average_gradients(self) -> None:
-        """Replicas keep their own gradients."""
 
     def after_step(self, step: int) -> dict[str, float]:
         logged: dict[str, float] = {}
@@ -334,8 +167,8 @@ class LocalUpdates:
         """
         with contextlib.ExitStack() as stack:
             for f in self.fragments:
-                shown = f.agreed if which == "agreed" else _of_replicas(self.world, f.parameters, which)
-                stack.enter_context(_holding(f.parameters, shown))
+                shown = f.agreed if which == "agreed" else of_replicas(self.world, f.parameters, which)
+                stack.enter_context(holding(f.parameters, shown))
             yield
 
     def weights(self) -> dict[str, Tensor]:

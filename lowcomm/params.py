@@ -1,10 +1,10 @@
 """`params.yaml`: from names to configurations and folders.
 
-It holds four dictionaries. `scales.<scale>` gives every number a run needs, and `sizes` that change some of them (and,
-under `methods`, numbers of methods at that size); `methods.<method>` names a combination of the independent choices;
-`corpora.<corpus>` says where text comes from.
-`runs.<run>` names a method, a corpus, a replica count, a size and seeds, and may override any section; with `variants`
-it is a sweep: each variant overrides once more, its size and seeds too.
+It holds four dictionaries. `scales.<scale>` gives every number a run needs, and families of `sizes` that change some of
+them (and, under `methods`, numbers of methods at that size); `methods.<method>` names a combination of the independent
+choices; `corpora.<corpus>` says where text comes from.
+`runs.<run>` names a method, a corpus, a replica count, a family of sizes (and one of it, `base` by default) and seeds,
+and may override any section; with `variants` it is a sweep: each variant overrides once more, its size and seeds too.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import Any
 
 import yaml
 
-from lowcomm.config import BUILD, ROOT, CorpusConfig, DataConfig, RunConfig, check_bounds
+from lowcomm.config import BUILD, ROOT, CorpusConfig, DataConfig, RunConfig
 from lowcomm.model import PRESETS
+from lowcomm.rules import check_bounds
 from lowcomm.settings import ConfigError, build, nearest
 
 
@@ -52,8 +53,8 @@ def _layer(base: dict, over: dict) -> dict:
     return _merge(base, over)
 
 
-_REQUIRED = ("method", "corpus", "replicas", "size", "seeds")
-_RUN_KEYS = {*_REQUIRED, "override", "variants"}
+_REQUIRED = ("method", "corpus", "replicas", "sizes", "seeds")
+_RUN_KEYS = {*_REQUIRED, "size", "override", "variants"}
 
 
 def _entry(run: str, params: dict[str, Any]) -> dict[str, Any]:
@@ -95,13 +96,13 @@ def run_config(
     entry = _entry(run, params)
     pick(params["corpora"], entry["corpus"], "corpus")
     numbers = dict(pick(params["scales"], scale, "scale"))
-    sizes = {"base": {}} | numbers.pop("sizes", {})
+    sizes = {"base": {}} | pick(numbers.pop("sizes"), entry["sizes"], f"family of sizes at the {scale} scale")
     variants = entry.get("variants", {"": {}})
     if variant not in variants and not variant:
         raise ConfigError(f"run {run} is a sweep: choose one of its variants, {', '.join(variants)}")
     change = dict(pick(variants, variant, f"variant of {run}"))
     seeds = change.pop("seeds", entry["seeds"])
-    size = dict(pick(sizes, change.pop("size", entry["size"]), "size"))
+    size = dict(pick(sizes, change.pop("size", entry.get("size", "base")), f"size of {entry['sizes']}"))
     methods_there = size.pop("methods", {})
     for name in methods_there:
         pick(params["methods"], name, "method")

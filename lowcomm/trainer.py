@@ -15,8 +15,9 @@ from lowcomm.boundary import Boundary
 from lowcomm.comm import World
 from lowcomm.config import RunConfig, TrainConfig
 from lowcomm.data import TokenData
+from lowcomm.engine import DataParallel, Engine, Evaluated, Independent, weight_spread
 from lowcomm.model import Decoder
-from lowcomm.outer import DataParallel, Engine, Evaluated, Independent, LocalUpdates, weight_spread
+from lowcomm.outer import LocalUpdates
 from lowcomm.partial import detach_others, pieces, train_slice
 from lowcomm.pipeline import Pipeline
 from lowcomm.rank import stable_ranks
@@ -61,9 +62,9 @@ def make_engine(model: Decoder, world: World, config: RunConfig) -> Engine:
     if config.method.exchange == "fsdp":
         from lowcomm.fsdp import FullySharded  # imports torch's distributed tensors, a second or so
 
-        return FullySharded(model, world, config.method, config.train)
+        return FullySharded(model, world)
     if config.method.exchange == "gradients":
-        return DataParallel(model, world, config.method, config.train)
+        return DataParallel(model, world, config.train.steps)
     if config.method.exchange == "none":
         return Independent(model, world)
     return LocalUpdates(model, world, config.method, config.train, seed=config.seed)

@@ -8,8 +8,8 @@ import torch
 from lowcomm.bits import BLOCK
 from lowcomm.codecs import PowerOfTwo, SmallFloat, make_codec
 from lowcomm.config import CODECS
+from lowcomm.rules import SPARSE
 
-SPARSE = ("topk", "dropout", "dare")
 SMALL_FLOATS = [n for n in CODECS if n.startswith("e")]
 SIZES = (0, 1, 2, 7, 8, 255, 256, 257, 511, 1000, 256 * 256 + 3)
 
@@ -37,6 +37,15 @@ def test_bytes_and_shapes_at_every_size(name: str, numel: int) -> None:
     assert back.dtype == torch.float32
     assert torch.equal(back, x) or not codec.lossless
     assert torch.equal(back, codec.decode(codec.encode(x, seed=3), numel))
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_a_message_is_read_wherever_it_lies(name: str) -> None:
+    """Of several sections in one message, the second may begin at any byte."""
+    codec, x = _codec(name), _values(1000).clamp(-6e4, 6e4)
+    packed = codec.encode(x)
+    inside = torch.cat([packed.new_zeros(3), packed])[3:]
+    assert torch.equal(codec.decode(inside, 1000), codec.decode(packed, 1000))
 
 
 @pytest.mark.parametrize("name", SMALL_FLOATS)

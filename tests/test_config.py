@@ -26,7 +26,7 @@ def test_every_run_and_method_is_valid_at_every_scale() -> None:
             "method": method,
             "corpus": "docstrings",
             "replicas": settings.get("slices", 2),
-            "size": "base",
+            "sizes": "streaming",
             "seeds": [0],
         }
     for scale in params["scales"]:
@@ -157,7 +157,7 @@ def test_the_smoke_scale_takes_one_seed() -> None:
 
 def test_variants_make_a_sweep() -> None:
     params = copy.deepcopy(PARAMS)
-    params["scales"]["smoke"]["sizes"]["short"] = {"train": {"steps": 60}}
+    params["scales"]["smoke"]["sizes"]["streaming"]["short"] = {"train": {"steps": 60}}
     variants = {"often": {"method": {"sync_every_steps": 5}}, "short": {"size": "short", "replicas": 4}}
     params["runs"]["diloco_m2"] |= {"variants": variants, "seeds": [3, 4]}
     points = run_points("diloco_m2", scale="laptop", params=params | {"scales": {"laptop": params["scales"]["smoke"]}})

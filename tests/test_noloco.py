@@ -16,10 +16,11 @@ from safetensors.torch import load_file
 from lowcomm.comm import World
 from lowcomm.config import RunConfig
 from lowcomm.contraction import contraction_bound, differing
+from lowcomm.engine import weight_spread
 from lowcomm.fragment import PulledMomentum, flatten
 from lowcomm.metrics import read_metrics
 from lowcomm.noloco import Quadratic, driven_bounds, growth, idle_growth, paper_bounds, second_moments
-from lowcomm.outer import LocalUpdates, weight_spread
+from lowcomm.outer import LocalUpdates
 from lowcomm.ranks import run_threads
 from lowcomm.routing import groups
 from lowcomm.settings import ConfigError

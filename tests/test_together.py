@@ -1,0 +1,200 @@
+"""Every pair of values of two choices that go together is trained, and resumes bit for bit; other pairs are refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowcomm.config import MethodConfig, RunConfig
+from lowcomm.settings import ConfigError, build
+from lowcomm.train import train_in_threads
+from lowcomm.trainer import Trainer
+from tests.conftest import small_run
+from tests.harness import Crash
+
+Row = tuple[str, ...]
+
+SLICED = {"trainable": "slice", "slices": 2}
+SUBSPACE = {"kind": "subspace", "rank": 4, "update_every_steps": 4, "update_lr": 1.0}
+#: The eight choices of a method, and a value of each kind.
+CHOICES: dict[str, dict[str, dict[str, Any]]] = {
+    "trainable": {
+        "all": {},
+        "mlp": SLICED | {"sliced": ["mlp"]},
+        "mlp_heads": SLICED | {"sliced": ["mlp", "heads"]},
+        "heads_out": SLICED | {"sliced": ["heads", "out"]},
+        "layers": SLICED | {"sliced": ["layers"]},
+        "detached": SLICED | {"sliced": ["mlp"], "input_gradients": "own_and_random"},
+        "next_fragment": {"trainable": "next_fragment"},
+    },
+    "fragments": {
+        "whole": {},
+        "sequential": {"fragments": "sequential", "layers_per_fragment": 1},
+        "strided": {"fragments": "strided", "layers_per_fragment": 1},
+        "slices": {"fragments": "slices"},
+    },
+    "schedule": {
+        "at_once": {},
+        "overlapped": {"overlap_steps": [2], "close_last_round": False},
+        "mixed": {"overlap_steps": [2], "mixing": 0.5},
+        "tau_each": {"overlap_steps": [0, 1, 2, 2], "mixing": 0.5},
+    },
+    "peers": {"everyone": {}, "pairs": {"peers": "group", "group_size": 2}},
+    "codec": {
+        name: {"codec": name} | ({"codec_keep": 0.5} if name in ("topk", "dropout", "dare") else {})
+        for name in ("fp32", "fp16", "bf16", "int8", "sign", "e4m3", "e3m0", "topk", "dropout", "dare")
+    },
+    "outer": {
+        "average": {"outer": "average", "outer_lr": 1.0, "outer_momentum": 0.0},
+        "nesterov": {},
+        "heavy_ball": {"outer": "heavy_ball"},
+        "noloco": {"outer": "noloco", "outer_momentum": 0.5, "outer_pull": 0.7},
+    },
+    "boundary": {
+        "dense": {},
+        "subspace": {"boundary": SUBSPACE},
+        "reparametrised": {"boundary": SUBSPACE | {"mode": "reparametrised"}},
+        "quantised_subspace": {"boundary": SUBSPACE | {"codec": "int8", "error_feedback": True}},
+        "low_rank": {"boundary": {"kind": "low_rank", "rank": 4, "error_feedback": True}},
+        "topk": {"boundary": {"codec": "topk", "codec_keep": 0.25}},
+    },
+    "route": {name: {"route": name} for name in ("fixed", "random_step", "random_micro_batch")},
+}
+#: Without local updates, two choices are left.
+WITHOUT = {
+    "exchange": {"gradients": {}, "none": {}},
+    "boundary": CHOICES["boundary"],
+    "route": CHOICES["route"],
+}
+#: Pairs that no method has, and why.
+REFUSED = {
+    ("codec=*", "outer=average"): "method.outer = average exchanges the parameters themselves",
+    ("peers=everyone", "outer=noloco"): "method.outer = noloco needs method.peers = group",
+    ("schedule=tau_each", "outer=noloco"): "must be one value with method.outer = noloco",
+    ("trainable=next_fragment", "fragments=whole"): "next_fragment means nothing with method.fragments = whole",
+    ("trainable=layers", "boundary=reparametrised"): "method.sliced = layers does not go with",
+    ("trainable=all", "fragments=slices"): "fragments = slices means nothing with method.trainable = all",
+    ("trainable=next_fragment", "fragments=slices"): "fragments = slices means nothing with",
+}
+STEPS, SAVED = 8, 5  # saved after an update of the subspace, and with transfers in flight
+
+
+@functools.cache
+def _base() -> RunConfig:
+    return small_run(
+        "diloco_m2",
+        replicas=4,
+        stages=2,
+        model={"layers": 2, "heads": 4, "ffn_dim": 32},
+        train={"steps": STEPS, "global_batch": 8, "accumulation": 2, "seq_len": 16, "eval_sequences": 4, "lr": 0.003},
+    )
+
+
+def _config(row: dict[str, str]) -> RunConfig:
+    """The run that has these values of choices, each named as in CHOICES or WITHOUT. Raises ConfigError."""
+    settings: dict[str, Any] = {"exchange": row.get("exchange", "parameters")}
+    if settings["exchange"] == "parameters":
+        settings |= {"sync_every_steps": 4, "outer": "nesterov", "outer_lr": 0.4, "outer_momentum": 0.9}
+    for choice, value in row.items():
+        settings |= {} if choice == "exchange" else CHOICES[choice][value]
+    return dataclasses.replace(_base(), method=build(MethodConfig, settings, "method"))
+
+
+def _allowed(row: dict[str, str]) -> bool:
+    try:
+        _config(row)
+    except ConfigError:
+        return False
+    return True
+
+
+def _pairs(row: dict[str, str]) -> set[tuple[str, str]]:
+    return set(itertools.combinations([f"{choice}={value}" for choice, value in row.items()], 2))
+
+
+@functools.cache
+def covering(exchange: bool) -> tuple[list[dict[str, str]], list[tuple[str, str]]]:
+    """Rows that hold every pair of values which some row can hold, and the pairs that none can.
+
+    Of many random rows with a pair that is missing, the one is taken that adds most pairs.
+    """
+    choices, draw = CHOICES if exchange else WITHOUT, random.Random(0)
+    values = {f"{choice}={value}": (choice, value) for choice, some in choices.items() for value in some}
+    names = [[f"{choice}={value}" for value in some] for choice, some in choices.items()]
+    missing = {p for a, b in itertools.combinations(names, 2) for p in itertools.product(a, b)}
+    rows, impossible = [], []
+    for pair in sorted(missing):
+        if pair not in missing:
+            continue
+        found: list[tuple[int, dict[str, str]]] = []
+        for _ in range(150):
+            row = {choice: draw.choice(list(some)) for choice, some in choices.items()} | dict(values[v] for v in pair)
+            if _allowed(row):
+                found.append((len(_pairs(row) & missing), row))
+            if len(found) == 12:
+                break
+        if found:
+            rows.append(max(found, key=lambda x: x[0])[1])
+            missing -= _pairs(rows[-1])
+        else:
+            impossible.append(pair)
+    return rows, impossible
+
+
+def _trained_whole_and_cut(row: dict[str, str], corpus: Path, folder: Path) -> None:
+    """A run that stops right after a checkpoint and goes on is the run that never stopped, to the byte."""
+    config = _config(row)
+    config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, every_steps=SAVED))
+    whole = train_in_threads(config, corpus, folder / "whole")
+
+    def stop(trainer: Trainer, row: dict) -> None:
+        if row["step"] == SAVED + 1:
+            raise Crash
+
+    with pytest.raises(Crash):
+        train_in_threads(config, corpus, folder / "cut", on_row=stop)
+    assert train_in_threads(config, corpus, folder / "cut") == whole
+    files = sorted(p.relative_to(folder / "whole") for p in (folder / "whole").rglob("*") if p.is_file())
+    assert any("metrics" in str(f) for f in files)
+    assert any(f.name == "model.safetensors" for f in files)
+    for file in files:
+        assert (folder / "cut" / file).read_bytes() == (folder / "whole" / file).read_bytes(), file
+    assert math.isfinite(whole["val_loss"])
+    closed = {purpose: sent for purpose, sent in whole["sent_bytes_closed_form"].items() if sent}
+    assert closed == {purpose: sent for purpose, sent in whole["sent_bytes"].items() if purpose in closed}
+
+
+@pytest.mark.parametrize("codec", CHOICES["codec"])
+def test_every_pair_of_choices_trains_and_resumes(codec: str, corpus: Path, tmp_path: Path) -> None:
+    rows = [row for row in covering(True)[0] if row["codec"] == codec]
+    assert rows
+    for number, row in enumerate(rows):
+        print(row)
+        _trained_whole_and_cut(row, corpus, tmp_path / str(number))
+
+
+@pytest.mark.parametrize("exchange", WITHOUT["exchange"])
+def test_every_boundary_and_route_goes_without_local_updates(exchange: str, corpus: Path, tmp_path: Path) -> None:
+    for number, row in enumerate(r for r in covering(False)[0] if r["exchange"] == exchange):
+        print(row)
+        _trained_whole_and_cut(row, corpus, tmp_path / str(number))
+
+
+def test_pairs_that_no_method_has_are_refused_with_the_reason() -> None:
+    wanted = {p for p in REFUSED if "*" not in p[0]}
+    wanted |= {(f"codec={name}", "outer=average") for name in CHOICES["codec"] if name != "fp32"}
+    assert set(covering(True)[1]) == wanted
+    assert not covering(False)[1]
+    for pair in sorted(wanted):
+        message = REFUSED.get(pair) or REFUSED["codec=*", "outer=average"]
+        values = dict(name.split("=") for name in pair)
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            _config({"peers": "pairs"} | values)
