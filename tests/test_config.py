@@ -21,11 +21,13 @@ PARAMS = load_params()
 
 def test_every_run_and_method_is_valid_at_every_scale() -> None:
     params = copy.deepcopy(PARAMS)
-    for method, settings in params["methods"].items():
+    used = {run["method"] for run in params["runs"].values()}
+    assert used < set(params["methods"])
+    for method in set(params["methods"]) - used:
         params["runs"][f"with {method}"] = {
             "method": method,
             "corpus": "docstrings",
-            "replicas": settings.get("slices", 2),
+            "replicas": 2,
             "sizes": "streaming",
             "seeds": [0],
         }
@@ -185,6 +187,6 @@ def test_a_size_may_change_numbers_of_methods() -> None:
     """NoLoCo's rounds are as long as the paper's at its sizes, and shorter where runs are."""
     assert run_config("noloco", variant="dp8_pp1", scale="paper").method.sync_every_steps == 50
     assert run_config("noloco", variant="dp8_pp1", scale="laptop").method.sync_every_steps == 10
-    typo = _changed("scales/paper/sizes/noloco/methods", {"nolocco": {"sync_every_steps": 50}})
+    typo = _changed("scales/paper/sizes/noloco/base/methods", {"nolocco": {"sync_every_steps": 50}})
     with pytest.raises(ConfigError, match="no method named 'nolocco'; did you mean 'noloco'"):
         run_config("noloco", variant="dp8_pp1", scale="paper", params=typo)
