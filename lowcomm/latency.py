@@ -30,6 +30,21 @@ def pair_seconds(mu: float, sigma: float) -> float:
     return (1 + math.erf(sigma / 2)) * math.exp(mu + sigma**2 / 2)
 
 
+def expected_max(count: int, sigma: float, *, cells: int = 4096) -> float:
+    """E max of `count` independent log-normal times of mean 1; `pair_seconds` for two.
+
+    The integral of P(max > t), over the logarithm of t.
+    """
+    if count < 1:
+        raise ValueError(f"count must be at least 1, got {count}")
+    if sigma == 0 or count == 1:
+        return 1.0
+    z = np.linspace(-8.0, 8.0 + math.sqrt(2 * math.log(count)), cells)
+    below = np.array([(1 + math.erf(v / math.sqrt(2))) / 2 for v in z]) ** count
+    times = np.exp(sigma * z - sigma**2 / 2)
+    return float(np.trapezoid(1 - below, times) + times[0])
+
+
 def levels(workers: int) -> int:
     """Levels of the tree. Raises ValueError where `workers` is no power of two."""
     if workers < 2 or workers & (workers - 1):
