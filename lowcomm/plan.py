@@ -16,6 +16,7 @@ tokens, and so the days, that buy it back: configurations are ranked by days to 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import math
 import sys
@@ -122,6 +123,7 @@ def run_of(method: Method, job: Job, replicas: int, stages: int) -> RunConfig:
     if job.global_batch % replicas:
         raise ConfigError(f"global_batch = {job.global_batch} does not split into {replicas} replicas")
     mine = job.global_batch // replicas
+    most = mine if stages == 1 else 8 * stages  # of a pipeline's bubble there is little left then
     train = TrainConfig(
         steps=job.steps,
         global_batch=job.global_batch,
@@ -130,7 +132,7 @@ def run_of(method: Method, job: Job, replicas: int, stages: int) -> RunConfig:
         warmup_steps=0,
         eval_every=0,
         eval_sequences=replicas,
-        accumulation=max(n for n in range(1, min(mine, 8 * stages) + 1) if mine % n == 0),
+        accumulation=max(n for n in range(1, min(mine, most) + 1) if mine % n == 0),
         recompute=True,
         precision="bf16",
     )
@@ -212,9 +214,10 @@ class Penalties:
 def plan(cluster: Cluster, job: Job, penalties: Penalties) -> pd.DataFrame:
     """A row for each configuration that fits, best first: fewest days to the loss of dense data-parallel training.
 
-    Columns: method, replicas, stages, micro_batches, step_seconds, utilisation, bytes_per_token (of all machines, by
-    both axes), memory_gb, days, cost, loss_percent (the penalty), loss_deviation, extrapolated, days_to_equal_loss,
-    front (whether no other is both faster and better at equal tokens). Empty where nothing fits.
+    Columns: method, its ingredients (as `Method`), replicas, stages, micro_batches, step_seconds, utilisation,
+    bytes_per_token (of all machines, by both axes), memory_gb, days, cost, loss_percent (the penalty), loss_deviation,
+    extrapolated, days_to_equal_loss, front (whether no other is both faster and better at equal tokens). Empty where
+    nothing fits.
     """
     rows = []
     for stages in range(1, min(cluster.nodes, job.model.layers) + 1):
@@ -246,6 +249,7 @@ def _row(cluster: Cluster, job: Job, method: Method, config: RunConfig, penaltie
     return [
         {
             "method": method.name,
+            **dataclasses.asdict(method),
             "replicas": config.replicas,
             "stages": config.stages,
             "micro_batches": config.train.accumulation,

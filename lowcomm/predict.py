@@ -274,16 +274,20 @@ def _numel(config: RunConfig, stage: int) -> int:
 def _slowest(config: RunConfig, stragglers: float) -> float:
     """What waiting for slower machines makes of the time that computing takes.
 
-    Replicas meet at each turn, or, through random routes and gradients, at each step.
+    Replicas meet at each turn, for which overlap leaves as many steps more; where gradients are exchanged, at each
+    step; through random routes, on the way through every stage and back, and what differs by so much over a step
+    differs more over its parts.
     """
     found, m = 1.0, config.method
     if m.exchange == "parameters":
         alone = max(1, m.sync_every_steps // len(_engine(config, 0).fragments))
-        found = expected_max(_met(config), sigma_of(stragglers / math.sqrt(alone)))
+        late = (expected_max(_met(config), sigma_of(stragglers / math.sqrt(alone))) - 1) * alone
+        found = 1 + max(0.0, late - min(m.overlap_steps)) / alone
     elif m.exchange == "gradients":
         found = expected_max(config.replicas, sigma_of(stragglers))
     if m.route != "fixed":
-        found = max(found, expected_max(config.replicas, sigma_of(stragglers)))
+        apart = stragglers * math.sqrt(2 * config.stages)
+        found = max(found, expected_max(config.replicas, sigma_of(apart)))
     return found
 
 
