@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,11 +15,8 @@ from numpy.typing import ArrayLike, NDArray
 from lowcomm.config import RunConfig
 from lowcomm.launch import launch
 from lowcomm.params import overrides, run_config
-from lowcomm.replay import Replay, read_traces, replay
+from lowcomm.replay import Replay, read_traces, replay, window
 from lowcomm.wire import Span
-
-#: What a run does besides training.
-_BESIDES = ("evaluation", "summary", "analysis")
 
 
 @dataclass(frozen=True)
@@ -58,9 +56,10 @@ def _by_step(spans: Sequence[Span]) -> list[float]:
     waited: dict[int, float] = {}
     for s in spans:
         begun[s.step] = min(begun.get(s.step, s.submitted), s.submitted)
-        waited[s.step] = waited.get(s.step, 0.0) + s.left_wait - s.entered_wait
+        if s.entered_wait < math.inf:
+            waited[s.step] = waited.get(s.step, 0.0) + s.left_wait - s.entered_wait
     steps = sorted(begun)
-    return [begun[b] - begun[a] - waited[a] for a, b in pairwise(steps)]
+    return [begun[b] - begun[a] - waited.get(a, 0.0) for a, b in pairwise(steps)]
 
 
 def trace_run(
@@ -78,11 +77,10 @@ def trace_run(
     steps = before + counted + h
     words = [*settings, f"train.steps={steps}", "train.warmup_steps=2", "train.eval_every=0", "comm.trace=true"]
     words += [f"train.eval_sequences={config.replicas}", "train.record_ranks=false", "train.record_spread=false"]
-    if config.method.boundary.update_every_steps:
-        words.append(f"method.boundary.update_every_steps={max(1, counted // 2)}")
+    if config.method.boundary.update_every_steps >= steps:  # a run must have a move: its last step but one
+        words.append(f"method.boundary.update_every_steps={steps - 1}")
     with tempfile.TemporaryDirectory() as folder:
         out, times = Path(folder) / "run", Path(folder) / "times"
         launch(run, variant=variant, scale=scale, settings=words, out=out, times=times)
         traces = read_traces(times)
-    kept = [[s for s in t if before < s.step <= before + counted and s.purpose not in _BESIDES] for t in traces]
-    return Live(config, kept, counted)
+    return Live(config, window(traces, before + 1, before + counted), counted)

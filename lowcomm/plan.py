@@ -7,10 +7,10 @@ A configuration is a grid of replicas x stages and a method: gradients exchanged
 does not fit into memory, is left out. Time, bytes and memory are `predict`'s.
 
 Loss is not predicted: it is what runs of params.yaml measured of each ingredient (`results/<scale>/together/
-penalties.csv`), as logarithms of ratios of losses, which are added up; an ingredient is taken from the run nearest to
+penalties.csv`), as logarithms of ratios of losses, which are added up. An ingredient is taken from the run nearest to
 it, and `extrapolated` says how far it is from there: the largest factor between what is asked and what was run, of
-replicas, H, slices or the stream's share, the model's size apart. `tokens^-b` (also measured) turns a penalty into the
-tokens, and so the days, that buy it back: configurations are ranked by days to equal loss.
+replicas, H, slices or the stream's share; the model's size and the length of training apart. Loss ~ tokens^-b (also
+measured) turns a penalty into the tokens, and so the days, that buy it back: these rank configurations.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ import pandas as pd
 
 from lowcomm.accounting import parameters
 from lowcomm.config import ROOT, BoundaryConfig, DataConfig, MethodConfig, RunConfig, TrainConfig
+from lowcomm.footprint import node_bytes
 from lowcomm.model import PRESETS, ModelConfig
 from lowcomm.params import pick
-from lowcomm.predict import Links, node_bytes, predict, sent_per_step, stage_flops
+from lowcomm.predict import Links, predict, sent_per_step, stage_flops
 from lowcomm.report import markdown, si_bytes
 from lowcomm.settings import ConfigError
 
@@ -47,8 +48,10 @@ class Cluster:
 
     def __post_init__(self) -> None:
         for name in ("nodes", "memory_gb", "tflops"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be above 0, and finite, got {getattr(self, name)}")
+        if not 0 <= self.price_per_node_hour < math.inf:
+            raise ValueError(f"price_per_node_hour must be at least 0, got {self.price_per_node_hour}")
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,11 @@ class Job:
     model: ModelConfig
     tokens: float
     global_batch: int = 256
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "global_batch"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be above 0, and finite, got {getattr(self, name)}")
 
     @property
     def steps(self) -> int:
@@ -118,7 +126,7 @@ def methods(replicas: int, stages: int) -> Iterator[Method]:
                         yield Method(sync, streaming, pairs, slices, ratio)
 
 
-def run_of(method: Method, job: Job, replicas: int, stages: int) -> RunConfig:
+def run_of(method: Method, job: Job, replicas: int, stages: int, *, recompute: bool = False) -> RunConfig:
     """The run it would be, in micro-batches as small as they can be. Raises ConfigError where that cannot work."""
     if job.global_batch % replicas:
         raise ConfigError(f"global_batch = {job.global_batch} does not split into {replicas} replicas")
@@ -133,7 +141,7 @@ def run_of(method: Method, job: Job, replicas: int, stages: int) -> RunConfig:
         eval_every=0,
         eval_sequences=replicas,
         accumulation=max(n for n in range(1, min(mine, most) + 1) if mine % n == 0),
-        recompute=True,
+        recompute=recompute,
         precision="bf16",
     )
     return RunConfig(
@@ -162,13 +170,17 @@ class Penalties:
     """What runs measured of each ingredient.
 
     Args:
-        table: columns ingredient, replicas, amount (H, slices or D / k), log_ratio, deviation; and one row "tokens",
-            whose log_ratio is -b of loss ~ tokens^-b.
+        table: columns ingredient, replicas, amount, log_ratio, deviation. "local updates" are at H = 30, "rounds" what
+            another H (the amount) adds; the amount of "slices" is their number, of "subspace" D / k; one row is
+            "tokens", whose log_ratio is -b of loss ~ tokens^-b.
     """
 
     def __init__(self, table: pd.DataFrame):
         self.table = table
-        self.exponent = float(-table[table.ingredient == "tokens"].log_ratio.iloc[0])
+        slope = table[table.ingredient == "tokens"]
+        if len(slope) != 1 or not slope.log_ratio.iloc[0] < 0:
+            raise ConfigError(f"loss must fall with tokens, in one row: got {list(slope.log_ratio)}")
+        self.exponent, self.exponent_deviation = float(-slope.log_ratio.iloc[0]), float(slope.deviation.iloc[0])
 
     @classmethod
     def read(cls, scale: str = "laptop") -> Penalties:
@@ -191,15 +203,17 @@ class Penalties:
         row = rows.iloc[place]
         return Penalty(float(row.log_ratio), float(row.deviation), math.exp(max(apart[place])))
 
-    def of(self, method: Method, replicas: int) -> Penalty:
+    def of(self, method: Method, replicas: int, stages: int) -> Penalty:
         """Of all ingredients together; dense data-parallel training has none."""
         parts = []
         if method.sync:
-            parts.append(self.nearest("local updates", replicas, method.sync))
+            parts += [self.nearest("local updates", replicas, 1), self.nearest("rounds", 1, method.sync)]
         if method.streaming:
-            parts.append(self.nearest("streaming", replicas, method.sync))
+            parts.append(self.nearest("streaming", replicas, 1))
         if method.pairs:
-            parts.append(self.nearest("pairs", replicas, method.sync))
+            parts.append(self.nearest("pairs", replicas, 1))
+            if stages > 1:
+                parts.append(self.nearest("routes", replicas, 1))
         if method.slices > 1:
             parts.append(self.nearest("slices", replicas, method.slices))
         if method.ratio > 1:
@@ -210,26 +224,38 @@ class Penalties:
             max((p.extrapolated for p in parts), default=1.0),
         )
 
+    def buy_back(self, penalty: Penalty) -> tuple[float, float, float]:
+        """How many times the tokens buy a penalty back: (likely, low, high), one deviation of it and of b each way."""
+        p, b = penalty.log_ratio, self.exponent
+        off = math.hypot(penalty.deviation / b, p / b * self.exponent_deviation / b)
+        return tuple(math.exp(max(0.0, p / b + sign * off)) for sign in (0, -1, 1))
+
 
 def plan(cluster: Cluster, job: Job, penalties: Penalties) -> pd.DataFrame:
     """A row for each configuration that fits, best first: fewest days to the loss of dense data-parallel training.
 
-    Columns: method, its ingredients (as `Method`), replicas, stages, micro_batches, step_seconds, utilisation,
-    bytes_per_token (of all machines, by both axes), memory_gb, days, cost, loss_percent (the penalty), loss_deviation,
-    extrapolated, days_to_equal_loss, front (whether no other is both faster and better at equal tokens). Empty where
-    nothing fits.
+    Columns: method, its ingredients (as `Method`), replicas, stages, micro_batches, recompute, step_seconds,
+    utilisation, bytes_per_token (of all machines, by both axes), memory_gb, days, cost, loss_percent (the penalty),
+    loss_deviation, extrapolated, days_to_equal_loss (and _low, _high), front (whether no other is both faster and
+    better at equal tokens). Empty where nothing fits; raises ConfigError where there is nothing to fit.
     """
-    rows = []
+    rows, tried, refused = [], False, ConfigError("no grid of replicas and stages")
     for stages in range(1, min(cluster.nodes, job.model.layers) + 1):
         if cluster.nodes % stages:
             continue
         replicas = cluster.nodes // stages
         for method in methods(replicas, stages):
             try:
-                config = run_of(method, job, replicas, stages)
-            except ConfigError:
+                runs = [run_of(method, job, replicas, stages, recompute=again) for again in (False, True)]
+            except ConfigError as error:
+                refused = error
                 continue
-            rows += _row(cluster, job, method, config, penalties)
+            tried = True
+            fits = [config for config in runs if node_bytes(config) <= cluster.memory_gb * 1e9]
+            if fits:
+                rows.append(_row(cluster, job, method, fits[0], penalties))
+    if not tried:
+        raise ConfigError(f"{cluster.nodes} nodes have no configuration: {refused}")
     table = pd.DataFrame(rows)
     if table.empty:
         return table
@@ -237,34 +263,33 @@ def plan(cluster: Cluster, job: Job, penalties: Penalties) -> pd.DataFrame:
     return table.sort_values(["days_to_equal_loss", "days"], kind="stable").reset_index(drop=True)
 
 
-def _row(cluster: Cluster, job: Job, method: Method, config: RunConfig, penalties: Penalties) -> list[dict[str, Any]]:
-    held = node_bytes(config) / 1e9
-    if held > cluster.memory_gb:
-        return []
+def _row(cluster: Cluster, job: Job, method: Method, config: RunConfig, penalties: Penalties) -> dict[str, Any]:
     compute = [(f / cluster.tflops / 1e12, b / cluster.tflops / 1e12) for f, b in stage_flops(config)]
     expected = predict(config, compute, cluster.links)
     seconds = float(expected.step_seconds)
-    penalty = penalties.of(method, config.replicas)
+    penalty = penalties.of(method, config.replicas, config.stages)
     days = seconds * job.steps / 86_400
-    return [
-        {
-            "method": method.name,
-            **dataclasses.asdict(method),
-            "replicas": config.replicas,
-            "stages": config.stages,
-            "micro_batches": config.train.accumulation,
-            "step_seconds": seconds,
-            "utilisation": float(expected.utilisation),
-            "bytes_per_token": sum(sent_per_step(config)) / (config.train.global_batch * config.train.seq_len),
-            "memory_gb": held,
-            "days": days,
-            "cost": days * 24 * cluster.nodes * cluster.price_per_node_hour,
-            "loss_percent": 100 * math.expm1(penalty.log_ratio),
-            "loss_deviation": 100 * penalty.deviation,
-            "extrapolated": penalty.extrapolated,
-            "days_to_equal_loss": days * math.exp(max(0.0, penalty.log_ratio) / penalties.exponent),
-        }
-    ]
+    likely, low, high = penalties.buy_back(penalty)
+    return {
+        "method": method.name,
+        **dataclasses.asdict(method),
+        "replicas": config.replicas,
+        "stages": config.stages,
+        "micro_batches": config.train.accumulation,
+        "recompute": config.train.recompute,
+        "step_seconds": seconds,
+        "utilisation": float(expected.utilisation),
+        "bytes_per_token": sum(sent_per_step(config)) / (config.train.global_batch * config.train.seq_len),
+        "memory_gb": node_bytes(config) / 1e9,
+        "days": days,
+        "cost": days * 24 * cluster.nodes * cluster.price_per_node_hour,
+        "loss_percent": 100 * math.expm1(penalty.log_ratio),
+        "loss_deviation": 100 * penalty.deviation,
+        "extrapolated": penalty.extrapolated,
+        "days_to_equal_loss": days * likely,
+        "days_to_equal_loss_low": days * low,
+        "days_to_equal_loss_high": days * high,
+    }
 
 
 def front(days: Sequence[float], loss: Sequence[float]) -> list[bool]:
@@ -287,7 +312,12 @@ def shown(table: pd.DataFrame) -> pd.DataFrame:
             "cost": table.cost.map("{:,.0f}".format),
             "loss": [f"{p:+.1f} ± {d:.1f} %" for p, d in zip(table.loss_percent, table.loss_deviation, strict=True)],
             "extrapolated": table.extrapolated.map("{:.1f} x".format),
-            "days to equal loss": table.days_to_equal_loss.map("{:.3g}".format),
+            "days to equal loss": [
+                f"{d:.3g} ({low:.3g} to {high:.3g})"
+                for d, low, high in zip(
+                    table.days_to_equal_loss, table.days_to_equal_loss_low, table.days_to_equal_loss_high, strict=True
+                )
+            ],
             "front": ["*" if f else "" for f in table.front],
         }
     )
