@@ -15,7 +15,7 @@ test: .venv/.done   ## lint, pytest, and every notebook at smoke scale
 	python -m pytest --nbval-lax notebooks -p no:cacheprovider
 
 lab: .venv/.done    ## explore in JupyterLab
-	jupyter lab notebooks
+	jupyter lab notebooks/index.ipynb
 
 bench: .venv/.done  ## ratios against bare PyTorch, side by side
 	python -m pipelines.bench

@@ -11,6 +11,7 @@ and the same holds from the root down, so the two take 2 E(T_L) and 2 E(T_1). E(
 
 from __future__ import annotations
 
+import functools
 import math
 
 import numpy as np
@@ -28,6 +29,21 @@ def sigma_of(std_over_mean: float) -> float:
 def pair_seconds(mu: float, sigma: float) -> float:
     """E max(t, t') of two log-normal times, Eq. 7: (1 + erf(sigma / 2)) exp(mu + sigma^2 / 2)."""
     return (1 + math.erf(sigma / 2)) * math.exp(mu + sigma**2 / 2)
+
+
+def expected_max(count: int, sigma: float, *, cells: int = 4096) -> float:
+    """E max of `count` independent log-normal times of mean 1; `pair_seconds` for two.
+
+    The integral of P(max > t), over the logarithm of t.
+    """
+    if count < 1:
+        raise ValueError(f"count must be at least 1, got {count}")
+    if sigma == 0 or count == 1:
+        return 1.0
+    z = np.linspace(-8.0, 8.0 + math.sqrt(2 * math.log(count)), cells)
+    below = np.array([(1 + math.erf(v / math.sqrt(2))) / 2 for v in z]) ** count
+    times = np.exp(sigma * z - sigma**2 / 2)
+    return float(np.trapezoid(1 - below, times) + times[0])
 
 
 def levels(workers: int) -> int:
@@ -113,3 +129,47 @@ def blocking(
             for worker in members:
                 timeline.add(worker, 0.0, [together])
     return np.max([timeline.free(worker) for worker in range(workers)], axis=0)
+
+
+@functools.lru_cache(maxsize=4096)
+def uneven(
+    replicas: int,
+    std_over_mean: float,
+    *,
+    stages: int = 1,
+    micro_batches: int = 1,
+    every: int = 0,
+    group: int | None = None,
+    overlap: int = 0,
+    routed: bool = False,
+    seed: int = 0,
+) -> float:
+    """What machines that are now faster and now slower make of the time that a step takes, over what it would.
+
+    Each machine's computing of each step is a log-normal factor times the mean. Stages of a replica end a step
+    together: in GPipe's order it takes (sum_s f_s + (M - 1) max_s f_s) / (M + S - 1), over random routes (`routed`)
+    with the slowest of all replicas' machines at each stage. Replicas wait for each other after every `every` steps (0:
+    never), all or in random groups drawn anew, for what was sent `overlap` steps before. Drawn, with a seed.
+    """
+    if std_over_mean == 0:
+        return 1.0
+    sigma, turns = sigma_of(std_over_mean), 20
+    steps = max(400, turns * every)
+    factors = np.random.default_rng(seed).lognormal(-(sigma**2) / 2, sigma, (steps, replicas, stages))
+    if routed:
+        factors = np.broadcast_to(factors.max(1, keepdims=True), factors.shape)
+    took = (factors.sum(-1) + (micro_batches - 1) * factors.max(-1)) / (micro_batches + stages - 1)
+    if every == 1 and group is None and overlap == 0:
+        return float(took.max(1).mean())
+    clocks, coming = np.zeros(replicas), {}
+    for step in range(1, steps + 1):
+        clocks = clocks + took[step - 1]
+        if every and step % every == 0:
+            there = np.full(replicas, clocks.max())
+            if group is not None:
+                for members in groups(seed, (0, step // every), replicas, group):
+                    there[members] = clocks[members].max()
+            coming[step + overlap] = there
+        if step in coming:
+            clocks = np.maximum(clocks, coming.pop(step))
+    return float(clocks.mean()) / steps

@@ -14,7 +14,9 @@ sender free, and arrives
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +27,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from lowcomm.simulate import Seconds, Timeline
 from lowcomm.wire import Span
+
+#: Purposes of what a run sends besides training.
+BESIDES = ("evaluation", "summary", "analysis")
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,19 @@ def _span(row: dict[str, Any]) -> Span:
     return Span(**row | {"ranks": tuple(row["ranks"])})
 
 
+def window(traces: Sequence[Sequence[Span]], first: int, last: int) -> list[list[Span]]:
+    """The training steps from `first` to `last` of traces: what was sent in them, evaluation and the like apart.
+
+    What is only waited for later is sent, but nobody waits for it: its wait is put off for ever.
+    """
+    found = []
+    for trace in traces:
+        end = min((s.submitted for s in trace if s.step > last), default=math.inf)
+        kept = [s for s in trace if first <= s.step <= last and s.purpose not in BESIDES]
+        found.append([dataclasses.replace(s, entered_wait=math.inf) if s.entered_wait > end else s for s in kept])
+    return found
+
+
 def _key(span: Span) -> tuple[str, str, tuple[int, ...]]:
     """What all who take part in a verb call it, and nobody else."""
     return span.axis, span.verb, span.ranks
@@ -72,7 +90,8 @@ def hidden(traces: Sequence[Sequence[Span]], purpose: str) -> float:
 
 def _program(trace: Sequence[Span], begin: float) -> list[tuple[float, str, Span]]:
     """(seconds of computing before it, "submit" or "wait", span), in the order in which the rank did them."""
-    events = [(s.submitted, 0, "submit", s) for s in trace] + [(s.entered_wait, 1, "wait", s) for s in trace]
+    events = [(s.submitted, 0, "submit", s) for s in trace]
+    events += [(s.entered_wait, 1, "wait", s) for s in trace if s.entered_wait < math.inf]
     events.sort(key=lambda e: e[:2])
     program, now = [], begin
     for at, _, what, span in events:

@@ -91,12 +91,14 @@ def test_training_stages_cache_all_and_tables_are_in_git() -> None:
 def test_the_index_lists_every_table() -> None:
     listed = {d for d in STAGES["index"]["deps"] if d.endswith(".md")}
     made = set()
-    for stage in STAGES.values():
+    for name, stage in STAGES.items():
+        if name == "index":
+            continue
         keys = load_params()["corpora"] if stage.get("foreach") == "${corpora}" else [""]
         for out in stage.get("do", stage)["outs"]:
             path = next(iter(out)) if isinstance(out, dict) else out
             made |= {path.replace("${key}", k) for k in keys if path.endswith(".md")}
-    assert listed == made - {"results/README.md"}
+    assert listed == made
 
 
 def test_committed_results_are_those_of_the_committed_code() -> None:
@@ -119,7 +121,7 @@ def test_readme_and_index_show_the_results() -> None:
     assert BEGIN in readme
     assert END in readme
     assert with_block(readme) == readme
-    assert "Table 5" in readme_block()
+    assert "All four papers" in readme_block()
 
 
 def test_readme_lists_every_module() -> None:

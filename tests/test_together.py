@@ -20,8 +20,6 @@ from lowcomm.trainer import Trainer
 from tests.conftest import small_run
 from tests.harness import Crash
 
-Row = tuple[str, ...]
-
 SLICED = {"trainable": "slice", "slices": 2}
 SUBSPACE = {"kind": "subspace", "rank": 4, "update_every_steps": 4, "update_lr": 1.0}
 #: The eight choices of a method, and a value of each kind.

@@ -1,0 +1,236 @@
+"""Predictions: against closed forms, against what runs send and hold, and against the replay of their traces."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lowcomm.accounting import forward_flops, mean_bytes, training_flops
+from lowcomm.blank import kinds_of_stage, layers_of
+from lowcomm.config import RunConfig
+from lowcomm.footprint import activation_bytes, node_bytes, stage_memory
+from lowcomm.latency import blocking, expected_max, pair_seconds, sigma_of, uneven
+from lowcomm.metrics import read_metrics
+from lowcomm.model import Decoder
+from lowcomm.outer import LocalUpdates
+from lowcomm.pipeline import bubble
+from lowcomm.predict import Links, message_bytes, predict, sent_per_step, stage_flops, turns
+from lowcomm.replay import read_traces, replay, window
+from lowcomm.streaming import Schedule
+from lowcomm.train import train_in_threads
+from lowcomm.trainer import Trainer
+from tests.conftest import small_run
+
+STREAMING = {"fragments": "strided", "layers_per_fragment": 1, "overlap_steps": [1], "mixing": 0.5, "codec": "e3m0"}
+PAIRS = {"peers": "group", "outer": "noloco", "outer_lr": 0.7, "outer_momentum": 0.5, "outer_pull": 0.7}
+SLICED = {"trainable": "slice", "slices": 2, "sliced": ["mlp"]}
+SUBSPACE = {"boundary": {"kind": "subspace", "rank": 4, "update_every_steps": 8, "update_lr": 1.0}}
+#: Of `diloco_m2`, and of data-parallel training.
+METHODS: dict[str, dict[str, Any]] = {
+    "diloco": {},
+    "streaming": STREAMING,
+    "pairs": PAIRS | {"route": "random_micro_batch"},
+    "sliced": SLICED,
+    "offloaded": STREAMING | PAIRS | {"offload_outer": True},
+    "all": STREAMING | PAIRS | SLICED | SUBSPACE,
+    "gradients": {"route": "random_step"},
+    "subspace": SUBSPACE,
+}
+
+
+def _run(name: str, *, steps: int = 16, **more: Any) -> RunConfig:
+    run = "data_parallel" if name in ("gradients", "subspace") else "diloco_m2"
+    method = METHODS[name] | ({} if run == "data_parallel" else {"close_last_round": False})
+    train = {"steps": steps, "global_batch": 8, "accumulation": 2, "seq_len": 16, "eval_sequences": 4}
+    grid = {"replicas": 4, "stages": 2, "train": train, "model": {"layers": 4}}
+    return small_run(run, method=method, **(grid | more))
+
+
+def test_the_largest_of_two_is_eq_7_and_of_many_what_draws_say() -> None:
+    for sigma in (0.1, 0.5, 1.0):
+        assert expected_max(2, sigma) == pytest.approx(pair_seconds(-(sigma**2) / 2, sigma), rel=1e-4)
+    drawn = np.random.default_rng(0).lognormal(-0.125, 0.5, (200_000, 16)).max(1).mean()
+    assert expected_max(16, 0.5) == pytest.approx(drawn, rel=0.01)
+    assert expected_max(16, 0.0) == expected_max(1, 0.5) == 1.0
+    with pytest.raises(ValueError, match="count must be at least 1, got 0"):
+        expected_max(0, 0.5)
+
+
+def test_a_free_link_leaves_the_bubble_and_a_slow_one_little_else_than_bytes() -> None:
+    config = _run("diloco")
+    compute = [(1.0, 2.0)] * 2
+    free = predict(config, compute, Links(1e12))
+    assert float(free.step_seconds) == pytest.approx((2 + 1) * 3.0)
+    assert float(free.utilisation) == pytest.approx(1 - bubble(2, 2))
+    slow = predict(config, compute, Links(np.array([1e-4, 2e-4])))
+    assert slow.step_seconds[0] / slow.step_seconds[1] == pytest.approx(2, rel=0.05)
+    late = predict(config, compute, Links(1e12, latency_ms=1000.0))
+    assert late.step_seconds > free.step_seconds + 3  # activations, gradients, and the norm's two phases
+
+
+@pytest.mark.parametrize("group", [None, 2])
+@pytest.mark.parametrize(("replicas", "ratio", "every"), [(8, 0.3, 30), (64, 0.3, 30), (64, 1.0, 100)])
+def test_uneven_machines_wait_as_the_barriers_of_noloco_do(
+    group: int | None, replicas: int, ratio: float, every: int
+) -> None:
+    """As `latency.blocking`, which is Figure 5B's: a mean of 1, and whoever is last counts there."""
+    sigma = sigma_of(ratio)
+    spent = blocking(replicas, [every], outer_steps=60, mu=-(sigma**2) / 2, sigma=sigma, group=group)
+    ours = uneven(replicas, ratio, every=every, group=group)
+    assert ours - 1 == pytest.approx(spent[0] / (60 * every) - 1, rel=0.25, abs=0.01)
+
+
+def test_who_meets_more_often_waits_longer() -> None:
+    among = {"stages": 4, "micro_batches": 16}
+    assert uneven(8, 0.0, every=1) == 1.0
+    assert uneven(1, 0.3) == pytest.approx(1.0, abs=0.03)
+    assert uneven(8, 0.3, every=1) == pytest.approx(expected_max(8, sigma_of(0.3)), rel=0.02)
+    alone = uneven(1, 0.3, **among)  # stages of one pipeline meet at each step
+    assert alone > 1.2
+    rarely, pairs = uneven(8, 0.3, every=10), uneven(8, 0.3, every=10, group=2)
+    assert 1 < pairs < rarely < uneven(8, 0.3, every=1)
+    assert uneven(8, 0.3, every=10, overlap=5) < rarely
+    assert uneven(8, 0.3, every=10, routed=True, **among) > uneven(8, 0.3, every=10, **among)
+
+
+def test_stages_that_differ_are_counted_apart() -> None:
+    config = _run("diloco", stages=3, model={"layers": 7})
+    assert [layers_of(config, s) for s in range(3)] == [2, 2, 3]
+    assert kinds_of_stage(config) == {0: 1, 1: 1, 2: 1}
+    uneven_cut = _run("diloco", stages=5, model={"layers": 7})
+    assert sum(n * layers_of(uneven_cut, s) for s, n in kinds_of_stage(uneven_cut).items()) == 7
+    assert sum(kinds_of_stage(uneven_cut).values()) == 5
+    even = _run("diloco", stages=6, model={"layers": 6})
+    assert kinds_of_stage(even) == {0: 1, 1: 4, 5: 1}
+
+
+def test_sharded_models_are_not_predicted() -> None:
+    with pytest.raises(ValueError, match="method.exchange = fsdp"):
+        predict(small_run("data_parallel", method={"exchange": "fsdp"}), [(1.0, 1.0)], Links(1.0))
+    with pytest.raises(ValueError, match="1 stages' seconds for 2 stages"):
+        predict(_run("diloco"), [(1.0, 1.0)], Links(1.0))
+    with pytest.raises(ValueError, match="mbit_per_s must be above 0, got 0"):
+        Links(0)
+    with pytest.raises(ValueError, match="jitter must be from 0 to 100, got -1"):
+        Links(1, jitter=-1)
+    turned = _run("subspace")
+    boundary = dataclasses.replace(turned.method.boundary, mode="reparametrised")
+    turned = dataclasses.replace(turned, method=dataclasses.replace(turned.method, boundary=boundary))
+    with pytest.raises(ValueError, match="re-parametrised models are not predicted"):
+        stage_flops(turned)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_bytes_are_the_ledgers(name: str, corpus: Path, tmp_path: Path) -> None:
+    config = _run(name)
+    summary = train_in_threads(config, corpus, tmp_path / "run")
+    sent, t, h = summary["sent_bytes"], config.train, config.method.sync_every_steps
+    activations, gradients = message_bytes(config)
+    assert sent["route/activations"] == activations * t.accumulation * t.steps
+    among, between = sent_per_step(config)
+    every = config.method.boundary.update_every_steps
+    moves = (t.steps - 1) // every / t.steps if every else 0.0  # a step; the last is none
+    dim, rank = config.model.dim, config.method.boundary.rank
+    basis, gram = 4 * dim * rank * config.replicas, mean_bytes(dim * dim, 4, config.replicas) * config.replicas
+    messages = (activations + gradients) * t.accumulation * config.replicas
+    assert between == messages + (basis / every if every else 0)
+    by_rank = summary["sent_bytes_per_rank"]
+    if config.method.exchange == "gradients":
+        assert sum(by_rank) == pytest.approx((among - (gram / every if every else 0) + moves * gram) * t.steps)
+        return
+    total = moves * gram * t.steps
+    for stage in range(2):
+        parts = turns(config, stage)
+        schedule = Schedule(len(parts), h)
+        for index, part in enumerate(parts):
+            had = schedule.turns_of(index, t.steps)
+            total += config.replicas * (had * part.outer + (had - 1) * part.slow_weights)
+    assert sum(by_rank) == pytest.approx(total)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_memory_is_what_a_trainer_holds(name: str, corpus: Path, tmp_path: Path) -> None:
+    config, found = _run(name), {}
+
+    def look(trainer: Trainer, row: dict) -> None:
+        engine, outer = trainer.engine, [0]
+        if isinstance(engine, LocalUpdates):
+            held = [f.resident + (f.peers is not None) * 4 * f.numel for f in engine.fragments]
+            fetched = max(4 * f.numel * len(f.state()) for f in engine.fragments)
+            outer = [sum(held) + (fetched if config.method.offload_outer else 0)]
+        weights = sum(4 * p.numel() for p in trainer.model.parameters())
+        kept = trainer.optimizer.state.values()
+        moments = sum(4 * v.numel() for s in kept for n, v in s.items() if n != "step")
+        before = found.get(trainer.world.stage, (0, 0, 0))
+        found[trainer.world.stage] = tuple(map(max, before, (weights, moments, *outer)))
+
+    train_in_threads(config, corpus, tmp_path / "run", on_row=look)
+    for stage, (weights, moments, outer) in found.items():
+        told = stage_memory(config, stage)
+        assert (told.weights, told.outer_on_device) == (weights, outer)
+        # Where constrained matrices share a second moment by rows, it is less.
+        assert told.optimizer == moments or (config.method.boundary.kind == "subspace" and told.optimizer > moments)
+    assert node_bytes(config) > max(sum(parts) for parts in found.values())
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("mlp", ["relu", "gated"])
+def test_activations_are_about_what_autograd_saves(mlp: str, recompute: bool, stages: int) -> None:
+    """Of the last stage, all of whose micro-batches go forward before one comes back."""
+    train = {"global_batch": 4, "accumulation": stages, "recompute": recompute, "steps": 12}
+    shape = {"dim": 64, "heads": 4, "ffn_dim": 256, "layers": 6, "mlp": mlp, "qk_norm": False, "z_loss": 0.0}
+    config = small_run("data_parallel", replicas=1, stages=stages, model=shape, train=train)
+    model = Decoder(config.model).initialise(0).cut(stages - 1, stages)
+    model.recompute = recompute
+    saved: dict[int, int] = {}
+    own = {p.untyped_storage().data_ptr() for p in [*model.parameters(), *model.buffers()]}
+    alive = []
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        if (place := x.untyped_storage().data_ptr()) not in own:
+            saved[place] = x.untyped_storage().nbytes()
+            alive.append(x)
+        return x
+
+    ids = torch.randint(0, config.model.vocab_size, (4 // stages, config.train.seq_len))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        for _ in range(stages):  # as many micro-batches
+            x = ids if stages == 1 else torch.randn(*ids.shape, 64, requires_grad=True)
+            alive.append(model.losses(x, ids))
+    inside = 0.0
+    if recompute:  # what a block saves on its way back: a model without recomputing has them all
+        again = dataclasses.replace(config, train=dataclasses.replace(config.train, recompute=False))
+        layers = stages * layers_of(config, stages - 1)
+        inside = (activation_bytes(again, stages - 1) - activation_bytes(config, stages - 1)) / (layers - 1)
+    logits = 4 * ids.numel() * config.model.vocab_size
+    told = activation_bytes(config, stages - 1) - (stages > 1) * stages * message_bytes(config)[0]
+    assert sum(saved.values()) + inside + 2 * logits == pytest.approx(told, rel=0.2)
+
+
+def test_flops_of_stages_are_those_of_the_whole() -> None:
+    for name in ("diloco", "sliced"):
+        config = _run(name)
+        stages, m = stage_flops(config), config.method
+        assert sum(f for f, _ in stages) == forward_flops(config.model, 1, 16)
+        whole = training_flops(config.model, 1, 16, sliced=m.sliced, slices=m.slices)
+        assert sum(f + b for f, b in stages) == whole
+    narrow, wide = (stage_flops(_run(n)) for n in ("subspace", "gradients"))
+    assert all(a[0] == b[0] and a[1] > b[1] for a, b in zip(narrow, wide, strict=True))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_slow_link_is_predicted_as_its_replay(name: str, corpus: Path, tmp_path: Path) -> None:
+    """At 10 kbit/s computing is next to nothing, so the machine's speed decides nothing. Rounds from 3 to 10, of 11."""
+    config = _run(name, steps=44, comm={"trace": True})
+    train_in_threads(config, corpus, tmp_path / "run", tmp_path / "times")
+    assert read_metrics(tmp_path / "run" / "metrics" / "rank-000.jsonl")
+    spans = window(read_traces(tmp_path / "times"), 9, 40)
+    again = float(replay(spans, 1e-5).seconds) / 32
+    expected = predict(config, [(0.0, 1e-9)] * 2, Links(0.01))
+    assert float(expected.step_seconds) == pytest.approx(again, rel=0.1)
