@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
@@ -14,10 +16,21 @@ from lowcomm.train import train_in_threads
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Train every run at smoke scale in threads, unless this source and these settings have done so already."""
+    """Train every run at smoke scale in threads, unless this source and these settings have done so already.
+
+    Two at a time: threads of one process keep one core busy.
+    """
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
-    source = source_digest()
-    for config in (point for run in load_params()["runs"] for point in run_points(run, scale="smoke")):
-        data = prepared(config.data.corpus, "smoke")
-        if not complete(run_dir(config), config, source):
-            train_in_threads(config, data, run_dir(config), times_dir(config))
+    source, params = source_digest(), load_params()
+    data = {corpus: prepared(corpus, "smoke") for corpus in params["corpora"]}
+    points = [point for run in params["runs"] for point in run_points(run, scale="smoke", params=params)]
+    todo = [config for config in points if not complete(run_dir(config), config, source)]
+    if not todo:
+        return
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
+        began = [
+            pool.submit(train_in_threads, config, data[config.data.corpus], run_dir(config), times_dir(config))
+            for config in todo
+        ]
+        for done in began:
+            done.result()

@@ -15,6 +15,7 @@ from lowcomm.blank import kinds_of_stage, layers_of
 from lowcomm.config import RunConfig
 from lowcomm.footprint import activation_bytes, node_bytes, stage_memory
 from lowcomm.latency import blocking, expected_max, pair_seconds, sigma_of, uneven
+from lowcomm.live import Live
 from lowcomm.metrics import read_metrics
 from lowcomm.model import Decoder
 from lowcomm.outer import LocalUpdates
@@ -234,3 +235,20 @@ def test_a_slow_link_is_predicted_as_its_replay(name: str, corpus: Path, tmp_pat
     again = float(replay(spans, 1e-5).seconds) / 32
     expected = predict(config, [(0.0, 1e-9)] * 2, Links(0.01))
     assert float(expected.step_seconds) == pytest.approx(again, rel=0.1)
+
+
+@pytest.mark.parametrize("name", ["pairs", "gradients"])
+def test_a_live_run_is_predicted_as_its_replay(name: str, corpus: Path, tmp_path: Path) -> None:
+    """From its computing alone, over links of any rate, this machine's computing being what it is."""
+    config = _run(name, steps=44, comm={"trace": True})
+    train_in_threads(config, corpus, tmp_path / "run", tmp_path / "times")
+    traces = read_traces(tmp_path / "times")
+    live = Live(config, window(traces, 9, 40), 32)
+    compute, stragglers = live.computing()
+    rates = np.array([0.05, 1e9])
+    slow, free = predict(config, compute, Links(rates, stragglers=stragglers)).step_seconds / live.step_seconds(rates)
+    assert slow == pytest.approx(1, rel=0.1)
+    assert free == pytest.approx(1, rel=0.05) or stragglers < 0.01 or stragglers > 3.9
+    # What is waited for after the window is not: it ends when its last step does.
+    begun, ended = (min(s.submitted for t in traces for s in t if s.step == step) for step in (9, 41))
+    assert live.step_seconds(1e9) * 32 < 1.2 * (ended - begun)
