@@ -34,6 +34,7 @@ def _packed_nbytes(size: int, bits: int) -> int:
 
 
 def blocks_nbytes(numel: int, bits: int) -> int:
+    """Bytes of `numel` codes in blocks, each with a scale of one byte."""
     full, rest = divmod(numel, BLOCK)
     return full * (1 + _packed_nbytes(BLOCK, bits)) + (1 + _packed_nbytes(rest, bits) if rest else 0)
 

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from lowcomm.config import BoundaryConfig, MethodConfig, RunConfig, TrainConfig
 from lowcomm.model import Decoder, ModelConfig, stage_layers
@@ -27,19 +23,10 @@ class Place:
     stage: int
 
 
-class _Unset(TorchFunctionMode):
-    """Parameters are not given values, which on the meta device takes seconds (of imports) and changes nothing."""
-
-    def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (Tensor.normal_, Tensor.uniform_, Tensor.fill_):
-            return args[0]
-        return func(*args, **(kwargs or {}))
-
-
 @functools.cache
 def blank_stage(model: ModelConfig, stage: int, stages: int) -> Decoder:
     """A stage without values."""
-    with torch.device("meta"), _Unset():
+    with torch.device("meta"):
         return Decoder(model).cut(stage, stages)
 
 
@@ -72,7 +59,12 @@ _TRAIN = TrainConfig(_ANY, 1, 1, 0.0, 0, 0, 1)
 
 def stage_numel(config: RunConfig, stage: int) -> int:
     """Parameters of a stage."""
-    return sum(p.numel() for p in blank_stage(config.model, stage, config.stages).parameters())
+    return _numel(config.model, stage, config.stages)
+
+
+@functools.cache
+def _numel(model: ModelConfig, stage: int, stages: int) -> int:
+    return sum(p.numel() for p in blank_stage(model, stage, stages).parameters())
 
 
 def layers_of(config: RunConfig, stage: int) -> int:

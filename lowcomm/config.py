@@ -155,6 +155,8 @@ class CommConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
+    """When state is written, and how many checkpoints are kept."""
+
     every_steps: int = 0  # 0: only when stopped
     keep: int = 2
 

@@ -45,8 +45,8 @@ def activation_bytes(config: RunConfig, stage: int) -> int:
     """What the forward passes of a step leave at a stage for the backward passes, and what one of these takes.
 
     With `train.recompute` the input of every block and the insides of one, without it the insides of every block; of
-    all micro-batches where there are stages, and then their messages too. At the last stage log-probabilities of all
-    of these, and of one the logits and their gradient.
+    all micro-batches where there are stages, and then their messages too. At the last stage logits, log-probabilities
+    and their gradient of one micro-batch, and where there are stages the gradient of the residual stream of all.
     """
     c, t = config.model, config.train
     tokens = config.local_batch // t.accumulation * t.seq_len
@@ -58,7 +58,7 @@ def activation_bytes(config: RunConfig, stage: int) -> int:
     values = micro_batches * waiting + (inside if t.recompute else 0)
     messages = 0
     if stage == config.stages - 1:
-        values += (micro_batches + 2) * c.vocab_size
+        values += 3 * c.vocab_size + (config.stages > 1) * micro_batches * c.dim
     if config.stages > 1:
         activations, gradients = message_bytes(config)
         messages = micro_batches * ((stage > 0) * activations + (stage < config.stages - 1) * gradients)

@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from lowcomm.config import RunConfig
 from lowcomm.launch import launch
 from lowcomm.params import overrides, run_config
-from lowcomm.predict import Links, predict
+from lowcomm.predict import Links, predict, stage_flops
 from lowcomm.replay import Replay, read_traces, replay, window
 from lowcomm.wire import Span
 
@@ -39,15 +39,15 @@ class Live:
     def computing(self) -> tuple[list[tuple[float, float]], float]:
         """What `predict` wants to know: seconds (forward, backward) of a micro-batch at each stage, and stragglers.
 
-        A step's computing is the time between waits; a third of it is called forward. Ranks that share processors are
-        uneven in a way that no rank sees by itself, so stragglers are what makes a step over a free link as long as the
-        replayed one (0 if it is shorter without).
+        A step's computing is the time between waits, cut into forward and backward as its FLOPs are. Ranks that share
+        processors are uneven in a way that no rank sees by itself, so stragglers are what makes a step over a free link
+        as long as the replayed one (0 if it is shorter without).
         """
         c, shares = self.config, []
         each = np.array([_by_step(spans) for spans in self.spans]).reshape(c.stages, c.replicas, -1)
-        for stage in each:
-            seconds = float(stage.mean()) / c.train.accumulation
-            shares.append((seconds / 3, 2 * seconds / 3))
+        for stage, (forward, backward) in zip(each, stage_flops(c), strict=True):
+            a_flop = float(stage.mean()) / c.train.accumulation / (forward + backward)
+            shares.append((forward * a_flop, backward * a_flop))
         wanted, low, high = float(self.step_seconds(math.inf)), 0.0, 4.0
         for _ in range(12):
             middle = (low + high) / 2

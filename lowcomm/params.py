@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from lowcomm.config import BUILD, ROOT, CorpusConfig, DataConfig, RunConfig
-from lowcomm.model import PRESETS
+from lowcomm.presets import PRESETS
 from lowcomm.rules import check_bounds
 from lowcomm.settings import ConfigError, build, nearest
 

@@ -3,11 +3,13 @@
 Each stage runs the forward passes of all micro-batches, then their backward passes. Activations go to the replica of
 the next stage that the route names, their gradients come back the same way; both are sent while the next micro-batch
 is computed, and received into buffers that were posted at the beginning; what a message says of them is the boundary's
-to decide (`boundary`). The last stage draws the targets of whatever
-tokens come by from the data, which is a pure function of step and replica, so that no targets travel.
+to decide (`boundary`). The last stage draws the targets of whatever tokens come by from the data, which is a pure
+function of step and replica, so that no targets travel. It goes through its head and back at once, micro-batch by
+micro-batch, and keeps the gradient of the residual stream [B, T, D] in place of logits [B, T, V].
 
 With S equal stages and M micro-batches a step takes (M + S - 1) / M times what its stages compute: the share
-(S - 1) / (M + S - 1) of it is the bubble.
+(S - 1) / (M + S - 1) of it is the bubble. Where the last stage's passes are the longest, the head's way back among the
+forward passes delays nothing: the last gradient leaves when all is computed there, in either order.
 
 torch.distributed.pipelining has the same schedule (ScheduleGPipe), between fixed neighbours of a process group. A route
 that changes with each micro-batch, ranks in threads, and the ledger's and the link's hold on every message would all
@@ -42,8 +44,8 @@ class Pipeline:
 
     Args:
         boundary: what its messages say.
-        forward: input -> activations of any other stage: the model itself, or compiled.
-        losses: (input, targets) -> (training loss, cross-entropy) of the last stage.
+        hidden: the model's `hidden`, or compiled: input -> the residual stream at the stage's end.
+        head_losses: the model's `head_losses`, or compiled: what the last stage makes of it and of the targets.
         autocast: the context of forward passes.
         micro_batches: M; a replica's batch splits into them.
         routing: "fixed", or random anew each step or each micro-batch.
@@ -56,8 +58,8 @@ class Pipeline:
         boundary: Boundary,
         world: World,
         *,
-        forward: Callable[[Tensor], Tensor],
-        losses: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+        hidden: Callable[[Tensor], Tensor],
+        head_losses: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
         autocast: Callable[[], contextlib.AbstractContextManager],
         micro_batches: int,
         routing: Routing,
@@ -66,7 +68,7 @@ class Pipeline:
     ):
         self.watch = watch
         self.boundary, self.world = boundary, world
-        self.forward, self.losses, self.autocast = forward, losses, autocast
+        self.hidden, self.head_losses, self.autocast = hidden, head_losses, autocast
         self.micro_batches, self.routing, self.seed = micro_batches, routing, seed
         self.first, self.last = world.stage == 0, world.stage == world.stages - 1
 
@@ -117,28 +119,27 @@ class Pipeline:
                 x.requires_grad_()
             turn = (step * count + m) * self.world.size + self.world.rank
             with self.autocast():
-                if self.last:
-                    origin = route.origin(self.world.stage, me)
-                    loss, entropy = self.losses(x, batch(origin).chunk(count)[m][:, 1:])
-                    y = loss / count
-                    entropies.append(entropy.detach())
-                else:
-                    y = self.forward(x)
-            if not self.last:
+                y = self.hidden(x)
+            dy = None
+            if self.last:
+                targets = batch(route.origin(self.world.stage, me)).chunk(count)[m][:, 1:]
+                dy, entropy = self._through_head(y, targets)
+                entropies.append(entropy)
+            else:
                 sent.append(
                     self._send(self._after(route), boundary.activations(y, ids, turn=turn, slot=m), ACTIVATIONS)
                 )
-            passed.append((x, y, turn))
+            passed.append((x, y, dy, turn))
         returning = [] if self.last else [
             self._expect(self._after(route), boundary.gradient_bytes(x.numel()), GRADIENTS)
             for route, x in zip(routes, here, strict=True)
         ]  # fmt: skip
         for m, route in enumerate(routes):
-            x, y, turn = passed[m]
+            x, y, dy, turn = passed[m]
             passed[m] = None  # and with it what autograd keeps
             if not self.first:
                 arriving[m] = None
-            torch.autograd.backward(y, None if self.last else boundary.read_gradients(returning[m].wait(), y))
+            torch.autograd.backward(y, dy if self.last else boundary.read_gradients(returning[m].wait(), y))
             if self.watch is not None:
                 self.watch()
             if not self.first:
@@ -146,6 +147,14 @@ class Pipeline:
         for handle in sent:
             handle.wait()
         return entropies
+
+    def _through_head(self, y: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradient of a step's loss with respect to y [B, T, D], and the cross-entropy; adds to the head's own."""
+        stream = y.detach().requires_grad_()
+        with self.autocast():
+            loss, entropy = self.head_losses(stream, targets)
+        (loss / self.micro_batches).backward()
+        return stream.grad, entropy.detach()
 
     @torch.no_grad()
     def evaluate(self, tokens: Tensor) -> Tensor | None:
@@ -156,9 +165,9 @@ class Pipeline:
             nbytes = boundary.activation_bytes(x.numel())
             x, ids = boundary.read_activations(self._expect(self._before(route), nbytes, "evaluation").wait(), x.shape)
         with self.autocast():
+            y = self.hidden(x)
             if self.last:
-                return self.losses(x, tokens[:, 1:])[1]
-            y = self.forward(x)
+                return self.head_losses(y, tokens[:, 1:])[1]
         self._send(self._after(route), boundary.activations(y, ids), "evaluation").wait()
         return None
 

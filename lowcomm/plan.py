@@ -6,11 +6,8 @@ A configuration is a grid of replicas x stages and a method: gradients exchanged
 (fragments, overlap, 4 bits), pairs, slices; with stages, a dense boundary or a subspace. What `rules` refuses, and what
 does not fit into memory, is left out. Time, bytes and memory are `predict`'s.
 
-Loss is not predicted: it is what runs of params.yaml measured of each ingredient (`results/<scale>/together/
-penalties.csv`), as logarithms of ratios of losses, which are added up. An ingredient is taken from the run nearest to
-it, and `extrapolated` says how far it is from there: the largest factor between what is asked and what was run, of
-replicas, H, slices or the stream's share; the model's size and the length of training apart. Loss ~ tokens^-b (also
-measured) turns a penalty into the tokens, and so the days, that buy it back: these rank configurations.
+Loss is not predicted: it is what runs measured of each ingredient (`ingredients`), turned into the tokens, and so the
+days, that buy a penalty back: these rank configurations.
 """
 
 from __future__ import annotations
@@ -27,11 +24,13 @@ from typing import Any
 import pandas as pd
 
 from lowcomm.accounting import parameters
-from lowcomm.config import ROOT, BoundaryConfig, DataConfig, MethodConfig, RunConfig, TrainConfig
+from lowcomm.config import DataConfig, RunConfig, TrainConfig
 from lowcomm.footprint import node_bytes
-from lowcomm.model import PRESETS, ModelConfig
+from lowcomm.ingredients import Method, Penalties
+from lowcomm.model import ModelConfig
 from lowcomm.params import pick
 from lowcomm.predict import Links, predict, sent_per_step, stage_flops
+from lowcomm.presets import PRESETS
 from lowcomm.report import markdown, si_bytes
 from lowcomm.settings import ConfigError
 
@@ -70,43 +69,6 @@ class Job:
     @property
     def steps(self) -> int:
         return max(1, round(self.tokens / (self.global_batch * self.model.seq_len)))
-
-
-@dataclass(frozen=True)
-class Method:
-    """Ingredients. `ratio`: D / k of a subspace, 1 for a dense boundary; `sync`: H, 0 where gradients are exchanged."""
-
-    sync: int = 0
-    streaming: bool = False
-    pairs: bool = False
-    slices: int = 1
-    ratio: int = 1
-
-    @property
-    def name(self) -> str:
-        parts = ["gradients" if not self.sync else f"every {self.sync} steps"]
-        parts += ["streaming"] * self.streaming + ["pairs"] * self.pairs
-        parts += [f"1/{self.slices} of MLPs"] * (self.slices > 1) + [f"subspace 1/{self.ratio}"] * (self.ratio > 1)
-        return ", ".join(parts)
-
-    def settings(self, model: ModelConfig, stages: int) -> MethodConfig:
-        """As `params.yaml` would say it; numbers are the laptop scale's, tuned there."""
-        boundary = BoundaryConfig()
-        if self.ratio > 1:
-            rank = max(1, model.dim // self.ratio)
-            boundary = BoundaryConfig("subspace", rank, update_every_steps=500, update_lr=1.0)
-        route = "random_micro_batch" if self.pairs and stages > 1 else "fixed"
-        if not self.sync:
-            return MethodConfig(exchange="gradients", boundary=boundary)
-        found: dict[str, Any] = {"outer": "nesterov", "outer_lr": 0.4, "outer_momentum": 0.9}
-        if self.pairs:
-            found = {"outer": "noloco", "outer_lr": 0.7, "outer_momentum": 0.5, "outer_pull": 0.7, "peers": "group"}
-        if self.streaming:
-            found |= {"fragments": "strided", "overlap_steps": (1,), "mixing": 0.5, "codec": "e3m0"}
-            found |= {"offload_outer": True}
-        if self.slices > 1:
-            found |= {"trainable": "slice", "slices": self.slices, "sliced": ("mlp",)}
-        return MethodConfig("parameters", sync_every_steps=self.sync, route=route, boundary=boundary, **found)
 
 
 #: H, slices and ratios that are tried.
@@ -157,80 +119,6 @@ def run_of(method: Method, job: Job, replicas: int, stages: int, *, recompute: b
     )
 
 
-@dataclass(frozen=True)
-class Penalty:
-    """ln(loss / data-parallel's): what was measured, its standard deviation, and how far from there it was taken."""
-
-    log_ratio: float
-    deviation: float
-    extrapolated: float
-
-
-class Penalties:
-    """What runs measured of each ingredient.
-
-    Args:
-        table: columns ingredient, replicas, amount, log_ratio, deviation. "local updates" are at H = 30, "rounds" what
-            another H (the amount) adds; the amount of "slices" is their number, of "subspace" D / k; one row is
-            "tokens", whose log_ratio is -b of loss ~ tokens^-b.
-    """
-
-    def __init__(self, table: pd.DataFrame):
-        self.table = table
-        slope = table[table.ingredient == "tokens"]
-        if len(slope) != 1 or not slope.log_ratio.iloc[0] < 0:
-            raise ConfigError(f"loss must fall with tokens, in one row: got {list(slope.log_ratio)}")
-        self.exponent, self.exponent_deviation = float(-slope.log_ratio.iloc[0]), float(slope.deviation.iloc[0])
-
-    @classmethod
-    def read(cls, scale: str = "laptop") -> Penalties:
-        """Those of the committed runs. Raises ConfigError where there are none."""
-        path = ROOT / "results" / scale / "together" / "penalties.csv"
-        if not path.exists():
-            raise ConfigError(f"{path} is missing: `dvc repro together` writes it")
-        return cls(pd.read_csv(path))
-
-    def nearest(self, ingredient: str, replicas: float, amount: float) -> Penalty:
-        """The run whose replicas and amount are nearest, as logarithms."""
-        rows = self.table[self.table.ingredient == ingredient]
-        if rows.empty:
-            raise ConfigError(f"no run has measured {ingredient}")
-        apart = [
-            (abs(math.log(replicas / r)), abs(math.log(amount / a)))
-            for r, a in zip(rows.replicas, rows.amount, strict=True)
-        ]
-        place = min(range(len(apart)), key=lambda i: (sum(apart[i]), i))
-        row = rows.iloc[place]
-        return Penalty(float(row.log_ratio), float(row.deviation), math.exp(max(apart[place])))
-
-    def of(self, method: Method, replicas: int, stages: int) -> Penalty:
-        """Of all ingredients together; dense data-parallel training has none."""
-        parts = []
-        if method.sync:
-            parts += [self.nearest("local updates", replicas, 1), self.nearest("rounds", 1, method.sync)]
-        if method.streaming:
-            parts.append(self.nearest("streaming", replicas, 1))
-        if method.pairs:
-            parts.append(self.nearest("pairs", replicas, 1))
-            if stages > 1:
-                parts.append(self.nearest("routes", replicas, 1))
-        if method.slices > 1:
-            parts.append(self.nearest("slices", replicas, method.slices))
-        if method.ratio > 1:
-            parts.append(self.nearest("subspace", 1, method.ratio))
-        return Penalty(
-            sum(p.log_ratio for p in parts),
-            math.sqrt(sum(p.deviation**2 for p in parts)),
-            max((p.extrapolated for p in parts), default=1.0),
-        )
-
-    def buy_back(self, penalty: Penalty) -> tuple[float, float, float]:
-        """How many times the tokens buy a penalty back: (likely, low, high), one deviation of it and of b each way."""
-        p, b = penalty.log_ratio, self.exponent
-        off = math.hypot(penalty.deviation / b, p / b * self.exponent_deviation / b)
-        return tuple(math.exp(max(0.0, p / b + sign * off)) for sign in (0, -1, 1))
-
-
 def plan(cluster: Cluster, job: Job, penalties: Penalties) -> pd.DataFrame:
     """A row for each configuration that fits, best first: fewest days to the loss of dense data-parallel training.
 
@@ -251,9 +139,10 @@ def plan(cluster: Cluster, job: Job, penalties: Penalties) -> pd.DataFrame:
                 refused = error
                 continue
             tried = True
-            fits = [config for config in runs if node_bytes(config) <= cluster.memory_gb * 1e9]
-            if fits:
-                rows.append(_row(cluster, job, method, fits[0], penalties))
+            held = ((config, node_bytes(config) / 1e9) for config in runs)
+            fits = next(((config, gb) for config, gb in held if gb <= cluster.memory_gb), None)
+            if fits is not None:
+                rows.append(_row(cluster, job, method, *fits, penalties))
     if not tried:
         raise ConfigError(f"{cluster.nodes} nodes have no configuration: {refused}")
     table = pd.DataFrame(rows)
@@ -263,7 +152,9 @@ def plan(cluster: Cluster, job: Job, penalties: Penalties) -> pd.DataFrame:
     return table.sort_values(["days_to_equal_loss", "days"], kind="stable").reset_index(drop=True)
 
 
-def _row(cluster: Cluster, job: Job, method: Method, config: RunConfig, penalties: Penalties) -> dict[str, Any]:
+def _row(
+    cluster: Cluster, job: Job, method: Method, config: RunConfig, memory_gb: float, penalties: Penalties
+) -> dict[str, Any]:
     compute = [(f / cluster.tflops / 1e12, b / cluster.tflops / 1e12) for f, b in stage_flops(config)]
     expected = predict(config, compute, cluster.links)
     seconds = float(expected.step_seconds)
@@ -280,7 +171,7 @@ def _row(cluster: Cluster, job: Job, method: Method, config: RunConfig, penaltie
         "step_seconds": seconds,
         "utilisation": float(expected.utilisation),
         "bytes_per_token": sum(sent_per_step(config)) / (config.train.global_batch * config.train.seq_len),
-        "memory_gb": node_bytes(config) / 1e9,
+        "memory_gb": memory_gb,
         "days": days,
         "cost": days * 24 * cluster.nodes * cluster.price_per_node_hour,
         "loss_percent": 100 * math.expm1(penalty.log_ratio),

@@ -18,6 +18,7 @@ for (`latency.expected_max`). What a machine must hold is `footprint`'s.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,11 +29,12 @@ from lowcomm.accounting import Section, encoded_mean_in_shares, forward_flops, m
 from lowcomm.blank import blank_engine, blank_stage, kinds_of_stage, layers_of, stage_numel
 from lowcomm.boundary import Boundary
 from lowcomm.codecs import Codec, make_codec
-from lowcomm.config import RunConfig
+from lowcomm.config import MethodConfig, RunConfig
 from lowcomm.latency import expected_max, sigma_of, uneven
+from lowcomm.outer import LocalUpdates
 from lowcomm.simulate import Seconds, Stages, Timeline, gpipe_step
 from lowcomm.streaming import Schedule
-from lowcomm.subspace import overhead_flops
+from lowcomm.subspace import move_bytes, overhead_flops
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,8 @@ class Links:
 def stage_flops(config: RunConfig) -> list[tuple[float, float]]:
     """FLOPs of a micro-batch at each stage: (forward, backward). Keeping to a subspace is counted with the backward.
 
-    Raises ValueError for re-parametrised models, which are none that `blank` knows.
+    At a pipeline's last stage the way back through the head is among the forward passes, as `pipeline` has it. Raises
+    ValueError for re-parametrised models, which are none that `blank` knows.
     """
     if config.method.boundary.mode == "reparametrised":
         raise ValueError("re-parametrised models are not predicted: method.boundary.mode = reparametrised")
@@ -76,7 +79,10 @@ def stage_flops(config: RunConfig) -> list[tuple[float, float]]:
             through=through,
             recompute=t.recompute,
         )
-        found.append((float(forward), float(whole - (not last) * 3 * logits - forward)))
+        whole -= (not last) * 3 * logits
+        if last and config.stages > 1:
+            forward += 2 * logits
+        found.append((float(forward), float(whole - forward)))
     if m.boundary.kind == "subspace":
         over = overhead_flops(c, m.boundary, sequences, t.seq_len, config.stages)
         often = over["boundaries"] + over["watching"] + over["projection"] / t.accumulation
@@ -105,9 +111,8 @@ class Turn:
     slow_phases: int = 0
 
 
-def _met(config: RunConfig) -> int:
+def _met(m: MethodConfig, replicas: int) -> int:
     """How many replicas wait for each other; the most, where groups are not all as large."""
-    m, replicas = config.method, config.replicas
     if m.exchange == "none":
         return 1
     return -(-replicas // (replicas // m.group_size)) if m.peers == "group" else replicas
@@ -115,11 +120,16 @@ def _met(config: RunConfig) -> int:
 
 def turns(config: RunConfig, stage: int) -> list[Turn]:
     """What each fragment of a stage sends at a turn."""
-    m, engine, everyone = config.method, blank_engine(config, stage), range(config.replicas)
+    return _turns(blank_engine(config, stage))
+
+
+@functools.lru_cache(maxsize=256)
+def _turns(engine: LocalUpdates) -> list[Turn]:
+    m, everyone = engine.method, range(engine.world.replicas)
+    met = _met(m, len(everyone))
 
     def told(sections: Sequence[Section], codec: Codec, index: int, plain: bool) -> tuple[float, int, int]:
         sent = [engine.peers.sent_bytes(sections, codec, (index, 1), len(everyone), r) for r in everyone]
-        met = _met(config)
         shared = (encoded_mean_in_shares(n, codec, met, min(met, len(owners))) for n, owners in sections)
         return sum(sent) / len(sent), max(sent), 2 if plain or any(shared) else 1
 
@@ -135,11 +145,11 @@ def turns(config: RunConfig, stage: int) -> list[Turn]:
 
 def _moved_bytes(config: RunConfig) -> tuple[float, float]:
     """Bytes a step of moving the subspace: (of a last stage's rank to the others, to its own pipeline's stages)."""
-    b, dim = config.method.boundary, config.model.dim
-    if not b.update_every_steps:
+    every = config.method.boundary.update_every_steps
+    if not every:
         return 0.0, 0.0
-    gram, basis = mean_bytes(dim * dim, 4, config.replicas), (config.stages - 1) * 4 * dim * b.rank
-    return gram / b.update_every_steps, basis / b.update_every_steps
+    gram, basis = move_bytes(config.model.dim, config.method.boundary.rank, config.replicas, config.stages)
+    return gram / every, basis / every
 
 
 def sent_per_step(config: RunConfig) -> tuple[float, float]:
@@ -195,7 +205,7 @@ def predict(config: RunConfig, compute: Sequence[tuple[float, float]], links: Li
         step = gpipe_step(Stages(forward, backward, *wires), t.accumulation)
         step = step + 2 * latency * expected_max(stages, jitter)  # the gradient norm
     step = step + 8 * sum(_moved_bytes(config)) / bits_per_second
-    wait = latency * expected_max(_met(config), jitter)
+    wait = latency * expected_max(_met(m, config.replicas), jitter)
     if m.exchange == "gradients" and config.replicas > 1:
         numel = max(stage_numel(config, stage) for stage in kinds_of_stage(config))
         step = step + 8 * mean_bytes(numel, 4, config.replicas) / bits_per_second + 2 * wait

@@ -72,6 +72,7 @@ _ABOVE: dict[str, float] = {
 
 
 def check_bounds(section: str, values: Any) -> None:
+    """Raise ConfigError where a number of a section (a dataclass) is out of its bounds."""
     for f in dataclasses.fields(values):
         name = f"{section}.{f.name}" if section else f.name
         value = getattr(values, f.name)

@@ -200,6 +200,11 @@ def overhead_bytes(c: ModelConfig, b: BoundaryConfig, itemsize: int = 4) -> dict
     }
 
 
+def move_bytes(dim: int, rank: int, replicas: int, stages: int, replica: int = 0) -> tuple[int, int]:
+    """Bytes that a rank of the last stage sends in one move: (S [D, D] among replicas, U [D, k] to other stages)."""
+    return mean_bytes(dim * dim, 4, replicas, replica), (stages - 1) * 4 * dim * rank
+
+
 class Subspace:
     """One rank's part in it: keeps to the subspace what it trains, and moves the subspace.
 
@@ -320,13 +325,9 @@ class Subspace:
     def sent_bytes(self, steps: int) -> dict[str, int]:
         """Closed form of this rank's bytes in a run of `steps`, by axis and purpose."""
         every, world = self.boundary.update_every_steps, self.world
-        updates = (steps - 1) // every if every else 0
-        dim, rank = self.basis.shape
-        last = world.stage == world.stages - 1
-        return {
-            "replica/subspace": last * updates * mean_bytes(dim * dim, 4, world.replicas, world.replica),
-            "stage/subspace": last * updates * (world.stages - 1) * 4 * dim * rank,
-        }
+        updates = (steps - 1) // every if every and world.stage == world.stages - 1 else 0
+        gram, basis = move_bytes(*self.basis.shape, world.replicas, world.stages, world.replica)
+        return {"replica/subspace": updates * gram, "stage/subspace": updates * basis}
 
     def tensors(self) -> dict[str, Tensor]:
         """State to checkpoint."""

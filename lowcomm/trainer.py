@@ -118,14 +118,15 @@ class Trainer:
             self.engine.keep = None if self.subspace is None else self.subspace.keep
         mean_dims = {} if self.subspace is None else self.subspace.mean_dims()
         self.optimizer = inner_optimizer(self.trained, config.train, mean_dims)
-        self.losses = torch.compile(self.model.losses) if config.train.compile else self.model.losses
+        maybe_compiled = torch.compile if config.train.compile else lambda f: f
+        self.losses = maybe_compiled(self.model.losses)
         self.pipeline = None
         if world.stages > 1:
             self.pipeline = Pipeline(
                 Boundary(self.model, b, config.seed),
                 world,
-                forward=torch.compile(self.model) if config.train.compile else self.model,
-                losses=self.losses,
+                hidden=maybe_compiled(self.model.hidden),
+                head_losses=maybe_compiled(self.model.head_losses),
                 autocast=self._autocast,
                 micro_batches=config.train.accumulation,
                 routing=config.method.route,

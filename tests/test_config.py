@@ -11,8 +11,9 @@ import torch
 import yaml
 
 from lowcomm.config import ROOT
-from lowcomm.model import PRESETS, Decoder, ModelConfig
+from lowcomm.model import Decoder, ModelConfig
 from lowcomm.params import load_params, overrides, run_config, run_dir, run_points
+from lowcomm.presets import PRESETS
 from lowcomm.settings import ConfigError, build
 from tests.conftest import small_run
 

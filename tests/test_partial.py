@@ -42,7 +42,6 @@ from tests.harness import Crash, clean_environment, train_in_processes
 SMALL = ModelConfig(dim=32, layers=4, heads=4, ffn_dim=64, vocab_size=96, seq_len=16, mlp="relu")
 KINDS = [("mlp",), ("heads",), ("mlp", "heads"), ("mlp", "heads", "out"), ("layers",), ("layers", "heads")]
 PARTIAL = {"trainable": "slice", "slices": 2, "sliced": ["mlp", "heads"]}
-EVERYTHING = {"slices": 4, "sliced": ["mlp"]}
 
 
 def sliced_run(**override: Any) -> RunConfig:

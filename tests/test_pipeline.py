@@ -127,8 +127,8 @@ def test_gradients_are_those_of_the_stages_along_the_route(route: str, corpus: P
         pipeline = Pipeline(
             Boundary(stage, BoundaryConfig(), 0),
             world,
-            forward=stage,
-            losses=stage.losses,
+            hidden=stage.hidden,
+            head_losses=stage.head_losses,
             autocast=lambda: torch.autocast("cpu", enabled=False),
             micro_batches=count,
             routing=route,

@@ -8,11 +8,14 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from lowcomm import ingredients
 from lowcomm import plan as planner
 from lowcomm.footprint import node_bytes
-from lowcomm.model import PRESETS, ModelConfig
-from lowcomm.plan import Cluster, Job, Method, Penalties, front, methods, plan, run_of, shown
+from lowcomm.ingredients import Method, Penalties, Penalty
+from lowcomm.model import ModelConfig
+from lowcomm.plan import Cluster, Job, front, methods, plan, run_of, shown
 from lowcomm.predict import Links
+from lowcomm.presets import PRESETS
 from lowcomm.settings import ConfigError
 
 MODEL = ModelConfig(256, 8, 8, 1024, 4096, 512)
@@ -92,7 +95,7 @@ def test_penalties_come_from_the_nearest_run_and_add_up() -> None:
     near = PENALTIES.nearest("local updates", 16, 1)
     assert near.log_ratio == 0.10
     assert near.extrapolated == pytest.approx(2.0)
-    assert PENALTIES.of(Method(), 8, 1) == planner.Penalty(0.0, 0.0, 1.0)
+    assert PENALTIES.of(Method(), 8, 1) == Penalty(0.0, 0.0, 1.0)
     both = PENALTIES.of(Method(30, streaming=True, slices=2), 2, 1)
     assert both.log_ratio == pytest.approx(0.02 + 0.01 + 0.01)
     assert both.deviation == pytest.approx(0.01 * math.sqrt(3))
@@ -106,7 +109,7 @@ def test_penalties_come_from_the_nearest_run_and_add_up() -> None:
     assert narrow.extrapolated == pytest.approx(12.5)
     with pytest.raises(ConfigError, match="no run has measured quantum"):
         PENALTIES.nearest("quantum", 1, 1)
-    table = PENALTIES.table
+    table = pd.DataFrame(ROWS, columns=COLUMNS)
     with pytest.raises(ConfigError, match=r"loss must fall with tokens, in one row: got \[0.1\]"):
         Penalties(table.assign(log_ratio=table.log_ratio.abs()))
 
@@ -140,8 +143,9 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
         "partial_updates/1.3b",
     ]
     (tmp_path / "results" / "laptop" / "together").mkdir(parents=True)
-    PENALTIES.table.to_csv(tmp_path / "results" / "laptop" / "together" / "penalties.csv", index=False)
-    monkeypatch.setattr(planner, "ROOT", tmp_path)
+    table = tmp_path / "results" / "laptop" / "together" / "penalties.csv"
+    pd.DataFrame(ROWS, columns=COLUMNS).to_csv(table, index=False)
+    monkeypatch.setattr(ingredients, "ROOT", tmp_path)
     assert planner.main(words) == 0
     said = capsys.readouterr().out
     assert said.startswith("2.68e+10 tokens in 102,168 steps;")

@@ -183,7 +183,7 @@ def test_memory_is_what_a_trainer_holds(name: str, corpus: Path, tmp_path: Path)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("mlp", ["relu", "gated"])
 def test_activations_are_about_what_autograd_saves(mlp: str, recompute: bool, stages: int) -> None:
-    """Of the last stage, all of whose micro-batches go forward before one comes back."""
+    """Of the last stage, all of whose micro-batches go forward before one comes back; but for the head."""
     train = {"global_batch": 4, "accumulation": stages, "recompute": recompute, "steps": 12}
     shape = {"dim": 64, "heads": 4, "ffn_dim": 256, "layers": 6, "mlp": mlp, "qk_norm": False, "z_loss": 0.0}
     config = small_run("data_parallel", replicas=1, stages=stages, model=shape, train=train)
@@ -200,10 +200,16 @@ def test_activations_are_about_what_autograd_saves(mlp: str, recompute: bool, st
         return x
 
     ids = torch.randint(0, config.model.vocab_size, (4 // stages, config.train.seq_len))
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        for _ in range(stages):  # as many micro-batches
-            x = ids if stages == 1 else torch.randn(*ids.shape, 64, requires_grad=True)
-            alive.append(model.losses(x, ids))
+    for m in range(stages):  # as many micro-batches
+        x = ids if stages == 1 else torch.randn(*ids.shape, 64, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            stream = model.hidden(x)
+        alive.append(stream)
+        if stages > 1:
+            keep(torch.empty_like(stream))  # its gradient
+        if m == stages - 1:
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+                alive.append(model.head_losses(stream, ids))
     inside = 0.0
     if recompute:  # what a block saves on its way back: a model without recomputing has them all
         again = dataclasses.replace(config, train=dataclasses.replace(config.train, recompute=False))
@@ -218,7 +224,8 @@ def test_flops_of_stages_are_those_of_the_whole() -> None:
     for name in ("diloco", "sliced"):
         config = _run(name)
         stages, m = stage_flops(config), config.method
-        assert sum(f for f, _ in stages) == forward_flops(config.model, 1, 16)
+        head_back = 2 * 2 * 16 * config.model.dim * config.model.vocab_size  # of the last stage, at once
+        assert sum(f for f, _ in stages) == forward_flops(config.model, 1, 16) + head_back
         whole = training_flops(config.model, 1, 16, sliced=m.sliced, slices=m.slices)
         assert sum(f + b for f, b in stages) == whole
     narrow, wide = (stage_flops(_run(n)) for n in ("subspace", "gradients"))

@@ -19,8 +19,9 @@ from lowcomm.boundary import Boundary, id_bytes, low_rank, pack_ids, unpack_ids
 from lowcomm.config import BoundaryConfig, RunConfig
 from lowcomm.data import TokenData
 from lowcomm.metrics import read_metrics
-from lowcomm.model import PRESETS, Constraint, Decoder, ModelConfig, orthonormal
+from lowcomm.model import Constraint, Decoder, ModelConfig, orthonormal
 from lowcomm.partial import pieces, train_slice
+from lowcomm.presets import PRESETS
 from lowcomm.ranks import run_threads
 from lowcomm.settings import ConfigError
 from lowcomm.subspace import (
