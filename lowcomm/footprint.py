@@ -1,4 +1,7 @@
-"""What a machine must hold for a run, from its configuration alone; fp32, as `trainer` has it.
+"""What a machine must hold for a run, from its configuration alone.
+
+Everything is counted in fp32, as `trainer` keeps it; under bf16 autocast activations take less, and weights once more
+in bf16 while a step goes on.
 
 Of activations this says what is alive at the worst moment of a step in GPipe's order: all micro-batches have gone
 forward, none has come back. It is close, not exact: tests hold it within a fifth of what autograd saves.
@@ -44,9 +47,10 @@ def stage_memory(config: RunConfig, stage: int) -> MemoryCount:
 def activation_bytes(config: RunConfig, stage: int) -> int:
     """What the forward passes of a step leave at a stage for the backward passes, and what one of these takes.
 
-    With `train.recompute` the input of every block and the insides of one, without it the insides of every block; of
-    all micro-batches where there are stages, and then their messages too. At the last stage logits, log-probabilities
-    and their gradient of one micro-batch, and where there are stages the gradient of the residual stream of all.
+    With `train.recompute` the input of every block, without it the insides of every block; of all micro-batches where
+    there are stages, and then room for the gradients that come back, or at the last stage those of the residual stream.
+    And of one micro-batch the larger of what the head has (logits, log-probabilities and their gradient) and, with
+    `train.recompute`, the insides of a block.
     """
     c, t = config.model, config.train
     tokens = config.local_batch // t.accumulation * t.seq_len
@@ -55,25 +59,25 @@ def activation_bytes(config: RunConfig, stage: int) -> int:
     q, kv = c.heads * c.width_of_head, c.key_value_heads * c.width_of_head
     inside = 4 * c.dim + 3 * q + 2 * kv + (4 if c.mlp == "gated" else 2) * c.ffn_dim
     waiting = layers * (c.dim if t.recompute else inside)
-    values = micro_batches * waiting + (inside if t.recompute else 0)
-    messages = 0
-    if stage == config.stages - 1:
-        values += 3 * c.vocab_size + (config.stages > 1) * micro_batches * c.dim
+    last = stage == config.stages - 1
+    at_once = max(last * 3 * c.vocab_size, t.recompute * inside)
+    gradients = 0
     if config.stages > 1:
-        activations, gradients = message_bytes(config)
-        messages = micro_batches * ((stage > 0) * activations + (stage < config.stages - 1) * gradients)
-    return 4 * tokens * values + messages
+        gradients = 4 * tokens * c.dim if last else message_bytes(config)[1]
+    return 4 * tokens * (micro_batches * waiting + at_once) + micro_batches * gradients
 
 
 def node_bytes(config: RunConfig) -> int:
     """Memory of the machine that holds most: weights, gradients, optimizer and outer state, and the larger of
-    activations and the copy of all gradients that is averaged; and a subspace's tables."""
-    most = 0
+    activations and the copy of all gradients that is averaged; a fragment on its way; and a subspace's tables."""
+    most, m = 0, config.method
     for stage in kinds_of_stage(config):
-        copy = 4 * stage_numel(config, stage) * (config.method.exchange == "gradients" and config.replicas > 1)
+        copy = 4 * stage_numel(config, stage) * (m.exchange == "gradients" and config.replicas > 1)
         held = stage_memory(config, stage).on_device + max(activation_bytes(config, stage), copy)
+        if m.exchange == "parameters" and max(m.overlap_steps) > 0:
+            held += 4 * max(f.numel for f in blank_engine(config, stage).fragments)
         most = max(most, held)
-    if config.method.boundary.kind == "subspace":
-        tables = overhead_bytes(config.model, config.method.boundary)
+    if m.boundary.kind == "subspace":
+        tables = overhead_bytes(config.model, m.boundary)
         most += sum(nbytes for nbytes in tables.values() if nbytes > 0)
     return most

@@ -58,6 +58,8 @@ def generate(
             f"new_tokens = {new_tokens} must be from 1 to {model.config.seq_len + 1 - T}: prompts of {T} tokens and"
             f" what is read of theirs must fit model.seq_len = {model.config.seq_len}"
         )
+    if temperature < 0:
+        raise ValueError(f"temperature = {temperature} must be at least 0")
     if not 1 <= groups <= B:
         raise ValueError(f"groups = {groups} must be from 1 to the {B} prompts")
     first, last = world.stage == 0, world.stage == world.stages - 1

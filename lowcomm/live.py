@@ -57,7 +57,7 @@ class Live:
 
 
 def _by_step(spans: Sequence[Span]) -> list[float]:
-    """Seconds of computing in each step but the last."""
+    """Seconds of computing a step, between each step that sends something and the next that does."""
     begun: dict[int, float] = {}
     waited: dict[int, float] = {}
     for s in spans:
@@ -65,7 +65,9 @@ def _by_step(spans: Sequence[Span]) -> list[float]:
         if s.entered_wait < math.inf:
             waited[s.step] = waited.get(s.step, 0.0) + s.left_wait - s.entered_wait
     steps = sorted(begun)
-    return [begun[b] - begun[a] - waited.get(a, 0.0) for a, b in pairwise(steps)]
+    if len(steps) < 2:
+        raise ValueError(f"a trace must have messages of two steps and more, got those of {len(steps)}")
+    return [(begun[b] - begun[a] - waited.get(a, 0.0)) / (b - a) for a, b in pairwise(steps)]
 
 
 def trace_run(

@@ -33,7 +33,7 @@ class ModelConfig:
 
     dim: int  # D, width of the residual stream
     layers: int
-    heads: int  # N; must divide into kv_heads
+    heads: int  # N, a multiple of kv_heads
     ffn_dim: int  # F
     vocab_size: int  # V
     seq_len: int  # longest T

@@ -8,8 +8,9 @@ function of step and replica, so that no targets travel. It goes through its hea
 micro-batch, and keeps the gradient of the residual stream [B, T, D] in place of logits [B, T, V].
 
 With S equal stages and M micro-batches a step takes (M + S - 1) / M times what its stages compute: the share
-(S - 1) / (M + S - 1) of it is the bubble. Where the last stage's passes are the longest, the head's way back among the
-forward passes delays nothing: the last gradient leaves when all is computed there, in either order.
+(S - 1) / (M + S - 1) of it is the bubble. The head's way back, among the forward passes, puts off the first gradients
+but not the last. So a step is no longer for it, unless what gradients meet next (a message, another stage's way back)
+takes longer than the last stage's way back without the head.
 
 torch.distributed.pipelining has the same schedule (ScheduleGPipe), between fixed neighbours of a process group. A route
 that changes with each micro-batch, ranks in threads, and the ledger's and the link's hold on every message would all
@@ -24,6 +25,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from lowcomm.axis import Handle
 from lowcomm.boundary import Boundary
@@ -50,7 +52,7 @@ class Pipeline:
         micro_batches: M; a replica's batch splits into them.
         routing: "fixed", or random anew each step or each micro-batch.
         seed: of the routes.
-        watch: called after each backward pass.
+        watch: called after each backward pass through the stage's layers.
     """
 
     def __init__(
@@ -112,24 +114,25 @@ class Pipeline:
             self._expect(self._before(route), size, ACTIVATIONS) for route, size in zip(routes, sizes, strict=True)
         ]  # fmt: skip
         passed, sent, entropies = [], [], []
-        for m, route in enumerate(routes):
-            x = ids = here[m]
-            if not self.first:
-                x, ids = boundary.read_activations(arriving[m].wait(), x.shape)
-                x.requires_grad_()
-            turn = (step * count + m) * self.world.size + self.world.rank
-            with self.autocast():
-                y = self.hidden(x)
-            dy = None
-            if self.last:
-                targets = batch(route.origin(self.world.stage, me)).chunk(count)[m][:, 1:]
-                dy, entropy = self._through_head(y, targets)
-                entropies.append(entropy)
-            else:
-                sent.append(
-                    self._send(self._after(route), boundary.activations(y, ids, turn=turn, slot=m), ACTIVATIONS)
-                )
-            passed.append((x, y, dy, turn))
+        with self.autocast():  # one for all, so that they share each weight's cast
+            for m, route in enumerate(routes):
+                x = ids = here[m]
+                if not self.first:
+                    x, ids = boundary.read_activations(arriving[m].wait(), x.shape)
+                    x.requires_grad_()
+                    arriving[m] = None
+                turn = (step * count + m) * self.world.size + self.world.rank
+                y, dy = self.hidden(x), None
+                if self.last:
+                    targets = batch(route.origin(self.world.stage, me)).chunk(count)[m][:, 1:]
+                    dy, entropy = self._through_head(y, targets)
+                    entropies.append(entropy)
+                else:
+                    message = boundary.activations(y, ids, turn=turn, slot=m)
+                    sent.append(self._send(self._after(route), message, ACTIVATIONS))
+                passed.append((x, get_gradient_edge(y), dy, turn))
+        like = y.new_empty(()).expand(y.shape)
+        del y  # nobody needs it, nor those before it
         returning = [] if self.last else [
             self._expect(self._after(route), boundary.gradient_bytes(x.numel()), GRADIENTS)
             for route, x in zip(routes, here, strict=True)
@@ -137,9 +140,8 @@ class Pipeline:
         for m, route in enumerate(routes):
             x, y, dy, turn = passed[m]
             passed[m] = None  # and with it what autograd keeps
-            if not self.first:
-                arriving[m] = None
-            torch.autograd.backward(y, dy if self.last else boundary.read_gradients(returning[m].wait(), y))
+            torch.autograd.backward(y, dy if self.last else boundary.read_gradients(returning[m].wait(), like))
+            del y, dy
             if self.watch is not None:
                 self.watch()
             if not self.first:
@@ -151,9 +153,9 @@ class Pipeline:
     def _through_head(self, y: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """The gradient of a step's loss with respect to y [B, T, D], and the cross-entropy; adds to the head's own."""
         stream = y.detach().requires_grad_()
-        with self.autocast():
-            loss, entropy = self.head_losses(stream, targets)
-        (loss / self.micro_batches).backward()
+        loss, entropy = self.head_losses(stream, targets)
+        with torch.autocast(y.device.type, enabled=False):
+            (loss / self.micro_batches).backward()
         return stream.grad, entropy.detach()
 
     @torch.no_grad()

@@ -4,7 +4,7 @@
 
 A configuration is a grid of replicas x stages and a method: gradients exchanged, or local updates with any of streaming
 (fragments, overlap, 4 bits), pairs, slices; with stages, a dense boundary or a subspace. What `rules` refuses, and what
-does not fit into memory, is left out. Time, bytes and memory are `predict`'s.
+does not fit into memory, is left out. Time and bytes are `predict`'s, memory is `footprint`'s.
 
 Loss is not predicted: it is what runs measured of each ingredient (`ingredients`), turned into the tokens, and so the
 days, that buy a penalty back: these rank configurations.
@@ -226,7 +226,7 @@ def main(words: Sequence[str] | None = None) -> int:
     number("--stragglers", default=0.0, help="of a step's computing, standard deviation over mean")
     number("--tflops", default=60.0, help="that a machine sustains (default: %(default)s)")
     number("--price", default=0.0, help="of a machine's hour")
-    ask.add_argument("--model", required=True, help="a preset of lowcomm.model")
+    ask.add_argument("--model", required=True, help="a preset of lowcomm.presets")
     number("--tokens", default=0.0, help="default: 20 a parameter")
     ask.add_argument("--global-batch", type=int, default=256, help="sequences (default: %(default)s)")
     ask.add_argument("--scale", default="laptop", help="whose runs say what a method costs in loss")

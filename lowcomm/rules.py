@@ -20,6 +20,7 @@ SPARSE = ("topk", "dropout", "dare")
 
 #: Least values, and what must stay below a bound ("<"); all numbers are finite besides.
 _LEAST: dict[str, float] = {
+    "seed": 0,
     "replicas": 1,
     "stages": 1,
     "train.steps": 1,
@@ -97,6 +98,8 @@ def check(config: RunConfig) -> None:
     check_bounds("", config)
     for section in ("data", "train", "method", "comm", "checkpoint"):
         check_bounds(section, getattr(config, section))
+    if config.seed >= 1 << 23:  # codecs' seeds are a run's, shifted by 40 bits
+        raise ConfigError(f"seed must be below 2^23 = {1 << 23}, got {config.seed}")
     parts = config.replicas * t.accumulation
     if t.global_batch % parts:
         raise ConfigError(

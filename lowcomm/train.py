@@ -94,6 +94,8 @@ def train(
         world.barrier()
         if (epochs := t.steps / data.epoch_steps()) > 1 and world.rank == 0:
             log.info("%s sees its training windows %.1f times", config.name, epochs)
+    if t.warmup_steps >= t.steps and world.rank == 0:
+        log.warning("%s warms up for %d steps and ends after %d", config.name, t.warmup_steps, t.steps)
     metrics = Metrics(out / "metrics" / f"rank-{world.rank:03d}.jsonl", start)
     clock = Metrics(times / f"rank-{world.rank:03d}.jsonl", start)
     stop = StopAgreement(world)
@@ -188,7 +190,7 @@ def _finish(trainer: Trainer, checkpoints: Checkpoints, out: Path, times: Path) 
         "complete": True,
         "run": config.to_dict(),
         "val_loss": val_loss,
-        "val_perplexity": math.exp(val_loss),
+        "val_perplexity": math.exp(val_loss) if val_loss < 709 else math.inf,
         **{key: value for key, value in rows[-1].items() if key.startswith("val_loss_") or key == "weight_spread"},
         "train_loss": train_loss,
         "tokens": tokens,

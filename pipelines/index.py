@@ -11,6 +11,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import yaml
@@ -98,9 +99,45 @@ def readme_block() -> str:
         text = headline.read_text().replace("### ", "**", 1).replace("\n", "**\n", 1).rstrip()
         parts += [text, "", "![Loss against time](results/laptop/together/figure1.png)", ""]
     if times.exists():
-        parts += ["Seconds of each stage when it last ran, on two cores:", ""]
-        parts += [markdown(pd.read_csv(times)), ""]
+        parts += ["Minutes of `dvc repro` when each stage last ran, on two cores ([stage by stage]"]
+        parts[-1] += f"({times.relative_to(ROOT)})):"
+        parts += ["", markdown(minutes(pd.read_csv(times))), ""]
     return "\n".join([*parts, END])
+
+
+#: What the stages of each paper are about, by the family of sizes that its runs have.
+FAMILIES = {
+    "corpora": "corpora",
+    "streaming": "Streaming DiLoCo",
+    "noloco": "NoLoCo",
+    "partial": "Partial Parameter Updates",
+    "protocol": "Protocol Models",
+    "together": "all four together",
+}
+
+
+def family(stage: str, runs: dict[str, Any]) -> str:
+    """The entry of `FAMILIES` that a stage belongs to."""
+    name, _, key = stage.partition("@")
+    if name in ("data", "card"):
+        return "corpora"
+    if name == "planner":
+        return "together"
+    return runs[key]["sizes"] if name == "train" else name.split("_")[0]
+
+
+def minutes(times: pd.DataFrame) -> pd.DataFrame:
+    """Minutes of training and of the rest, paper by paper, from seconds by stage."""
+    runs, spent = load_params()["runs"], dict.fromkeys(FAMILIES, (0.0, 0.0))
+    for stage, seconds in times.itertuples(index=False):
+        if stage != "all":
+            trained, rest = spent[key := family(stage, runs)]
+            is_run = stage.startswith("train@")
+            spent[key] = trained + is_run * seconds, rest + (not is_run) * seconds
+    rows = [(FAMILIES[key], *both, sum(both)) for key, both in spent.items()]
+    rows.append(("all", *(sum(row[i] for row in rows) for i in (1, 2, 3))))
+    shown = [(name, *(f"{seconds / 60:.1f}" for seconds in some)) for name, *some in rows]
+    return pd.DataFrame(shown, columns=["", "training", "tables and figures", "together"])
 
 
 def with_block(readme: str) -> str:

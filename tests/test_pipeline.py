@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from tests.conftest import command_line, small_run
 from tests.harness import Crash, train_in_processes
 
 DEEP = {"layers": 4}
+#: For bf16, under which torch warns that it finds no fused kernel for the norms of queries and keys.
+PLAIN = DEEP | {"qk_norm": False}
 
 
 def deep_run(run: str = "diloco_m2", **override: Any) -> RunConfig:
@@ -56,13 +59,53 @@ def test_one_two_and_four_stages_give_the_same_losses(
     assert four == pytest.approx(one, rel=2e-6)
 
 
-def test_without_clipping_stages_change_nothing_at_all(corpus: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_without_clipping_stages_change_nothing_at_all(precision: str, corpus: Path, tmp_path: Path) -> None:
     """No norm, so no other order of summing: bit for bit."""
-    one, three = (
-        losses_of(deep_run(stages=s, train={"clip_norm": 0, "accumulation": 2}), corpus, tmp_path / str(s))
-        for s in (1, 3)
-    )
+    train = {"clip_norm": 0, "accumulation": 2, "precision": precision}
+    one, three = (losses_of(deep_run(stages=s, train=train, model=PLAIN), corpus, tmp_path / str(s)) for s in (1, 3))
     assert one == three
+
+
+def test_micro_batches_share_each_weights_cast(corpus: Path) -> None:
+    """Under bf16 autocast a waiting micro-batch keeps its activations, and no copy of the weights of its own.
+
+    (Threads share torch's cache of casts, which the first stage empties when it is done, so the last may cast twice.)
+    """
+    config = deep_run(replicas=1, model=PLAIN, train={"accumulation": 4, "global_batch": 8})
+    data = TokenData(corpus, seq_len=config.train.seq_len, global_batch=8, seed=0)
+
+    def work(world: World) -> int:
+        stage, kept = Decoder(config.model).initialise(1).cut(world.stage, 2), {}
+        shapes = {p.shape for p in stage.parameters() if p.dim() == 2}
+        shapes |= {torch.Size(reversed(s)) for s in shapes}
+
+        def save(x: torch.Tensor) -> torch.Tensor:
+            if x.dtype == torch.bfloat16 and x.shape in shapes:
+                kept[x.untyped_storage().data_ptr()] = x
+            return x
+
+        def hidden(x: torch.Tensor) -> torch.Tensor:
+            with torch.autograd.graph.saved_tensors_hooks(save, lambda x: x):
+                return stage.hidden(x)
+
+        pipeline = Pipeline(
+            Boundary(stage, BoundaryConfig(), 0),
+            world,
+            hidden=hidden,
+            head_losses=stage.head_losses,
+            autocast=lambda: torch.autocast("cpu", torch.bfloat16),
+            micro_batches=4,
+            routing="fixed",
+            seed=0,
+        )
+        pipeline.train(1, lambda replica: data.batch(1, replica, 1))
+        return len(kept)
+
+    matrices = config.model.layers // 2 * (7 if config.model.mlp == "gated" else 6)
+    first, last = run_threads(work, replicas=1, stages=2)
+    assert first == matrices
+    assert matrices <= last <= 2 * matrices
 
 
 @pytest.mark.parametrize(("replicas", "stages"), [(2, 1), (4, 1), (2, 2), (4, 4)])
@@ -113,6 +156,45 @@ def test_recomputation_keeps_less(corpus: Path) -> None:
         loss.backward()
         saved[recompute] = sum(seen.values()) - sum(p.numel() * 4 for p in model.parameters())
     assert saved[True] < 0.35 * saved[False]
+
+
+def test_the_last_stage_keeps_nothing_of_its_head_while_it_waits(corpus: Path) -> None:
+    """When a micro-batch reaches the head, what autograd saved there of those before is gone."""
+    config = deep_run(replicas=1, train={"accumulation": 4, "global_batch": 8})
+    data = TokenData(corpus, seq_len=config.train.seq_len, global_batch=8, seed=0)
+
+    class Saved:
+        def __init__(self, x: torch.Tensor):
+            self.x = x
+
+    def work(world: World) -> list[int]:
+        stage, alive, held = Decoder(config.model).initialise(1).cut(world.stage, 2), weakref.WeakSet(), []
+
+        def save(x: torch.Tensor) -> Saved:
+            alive.add(saved := Saved(x))
+            return saved
+
+        def head_losses(x: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            held.append(len(alive))
+            with torch.autograd.graph.saved_tensors_hooks(save, lambda saved: saved.x):
+                losses = stage.head_losses(x, targets)
+            assert alive
+            return losses
+
+        pipeline = Pipeline(
+            Boundary(stage, BoundaryConfig(), 0),
+            world,
+            hidden=stage.hidden,
+            head_losses=head_losses,
+            autocast=lambda: torch.autocast("cpu", enabled=False),
+            micro_batches=4,
+            routing="fixed",
+            seed=0,
+        )
+        pipeline.train(1, lambda replica: data.batch(1, replica, 1))
+        return held
+
+    assert run_threads(work, replicas=1, stages=2) == [[], [0, 0, 0, 0]]
 
 
 @pytest.mark.parametrize("route", ["fixed", "random_step", "random_micro_batch"])
