@@ -87,3 +87,13 @@ def test_refusals(prompts: Tensor, new: int, groups: int, message: str) -> None:
 
     with pytest.raises(ValueError, match=message):
         run_threads(work, replicas=1)
+
+
+def test_a_negative_temperature_is_refused() -> None:
+    model, prompts = _model(DENSE), torch.zeros(2, 4, dtype=torch.long)
+
+    def work(world: World) -> None:
+        generate(model, world, Boundary(model, DENSE, 0), prompts, 3, temperature=-1.0)
+
+    with pytest.raises(ValueError, match="temperature = -1.0 must be at least 0"):
+        run_threads(work, replicas=1)

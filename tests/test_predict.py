@@ -25,6 +25,7 @@ from lowcomm.replay import read_traces, replay, window
 from lowcomm.streaming import Schedule
 from lowcomm.train import train_in_threads
 from lowcomm.trainer import Trainer
+from lowcomm.wire import Span
 from tests.conftest import small_run
 
 STREAMING = {"fragments": "strided", "layers_per_fragment": 1, "overlap_steps": [1], "mixing": 0.5, "codec": "e3m0"}
@@ -252,6 +253,26 @@ def test_a_slow_link_is_predicted_as_its_replay(name: str, corpus: Path, tmp_pat
     again = float(replay(spans, 1e-5).seconds) / 32
     expected = predict(config, [(0.0, 1e-9)] * 2, Links(0.01))
     assert float(expected.step_seconds) == pytest.approx(again, rel=0.1)
+
+
+def _spans(rank: int, steps: list[int]) -> list[Span]:
+    """Of a rank that computes a second a step and waits half a second for a message after some."""
+    found, now = [], 0.0
+    for step in range(1, steps[-1] + 1):
+        now += 1.0
+        if step in steps:
+            done = now + 0.5
+            found.append(Span(rank, "replica", f"mean #{step}", "outer", step, (0, 1), 8, 2, now, done, now, done))
+            now = done
+    return found
+
+
+def test_computing_is_that_of_one_step_where_few_steps_send() -> None:
+    config = small_run("diloco_m2", replicas=2)
+    (shares, _) = Live(config, [_spans(rank, [10, 20, 30]) for rank in (0, 1)], 30).computing()
+    assert sum(shares[0]) == pytest.approx(1.0)
+    with pytest.raises(ValueError, match="messages of two steps and more, got those of 1"):
+        Live(config, [_spans(rank, [10]) for rank in (0, 1)], 10).computing()
 
 
 @pytest.mark.parametrize("name", ["pairs", "gradients"])

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import nbformat
+import pandas as pd
 import pytest
 import yaml
 
@@ -18,7 +19,7 @@ from lowcomm.report import paper
 from lowcomm.settings import ConfigError
 from lowcomm.source import closure, imports
 from pipelines.clean import cleaned
-from pipelines.index import BEGIN, END, index, readme_block, with_block
+from pipelines.index import BEGIN, END, FAMILIES, family, index, minutes, readme_block, stages, with_block
 from pipelines.run_notebook import check_parameters
 from tests.harness import clean_environment
 
@@ -122,6 +123,16 @@ def test_readme_and_index_show_the_results() -> None:
     assert END in readme
     assert with_block(readme) == readme
     assert "All four papers" in readme_block()
+
+
+def test_minutes_of_all_stages_are_shown_paper_by_paper() -> None:
+    names = stages()
+    assert {family(name, load_params()["runs"]) for name in names if name != "index"} == set(FAMILIES)
+    some = [("train@diloco_m2", 60.0), ("streaming_diloco_table5", 30.0), ("train@noloco", 120.0), ("all", 210.0)]
+    shown = minutes(pd.DataFrame(some, columns=["stage", "seconds"])).set_index("")
+    assert list(shown.loc["Streaming DiLoCo"]) == ["1.0", "0.5", "1.5"]
+    assert list(shown.loc["NoLoCo"]) == ["2.0", "0.0", "2.0"]
+    assert list(shown.loc["all"]) == ["3.0", "0.5", "3.5"]
 
 
 def test_readme_lists_every_module() -> None:
