@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,12 @@ def verdict(holds: bool | None, *, judged: bool = True) -> str:
     return {True: "Borne out", False: "Not borne out", None: "Not resolved"}[holds]
 
 
+def every(holds: Iterable[bool | None]) -> bool | None:
+    """Whether all hold: False if one does not, else None if the noise hides one."""
+    told = list(holds)
+    return False if False in told else None if None in told else True
+
+
 class Comparison:
     """Runs side by side, and which of their differences the seeds resolve.
 
@@ -85,6 +91,10 @@ class Comparison:
         """Whether the loss of `a` is higher (True) or lower (False) than of `b`; None within the noise."""
         difference = self.loss[a] - self.loss[b]
         return difference > 0 if self.judged and abs(difference) > self.resolved(a, b) else None
+
+    def below(self, a: Any, b: Any) -> bool | None:
+        """Whether the loss of `a` is lower (True) or higher (False) than of `b`; None within the noise."""
+        return self.above(b, a)
 
     def difference(self, a: Any, b: Any) -> str:
         """'+0.123', or '+0.012 (not resolved)': the loss of `a` less that of `b`."""

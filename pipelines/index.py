@@ -33,7 +33,7 @@ TITLES = {
 
 
 #: A note of a table that judges a claim of a paper: the claim, the verdict, and what was seen.
-CLAIM = re.compile(r"- Claim: (.*?)[.:]? ((?:Not borne|Borne) out|Not resolved|Not judged \(one seed\))(.*)")
+CLAIM = re.compile(r"- Claim: (.*?)[.:]? ((?:Not borne|Borne) out|Not resolved|Not judged \([^)]*\))(.*)")
 
 
 def tables(scale: str) -> dict[str, list[Path]]:
@@ -55,6 +55,17 @@ def page(group: str, scale: str, some: list[Path]) -> str:
     return "\n".join(parts).rstrip() + "\n"
 
 
+def judged(table: Path) -> list[tuple[str, ...]]:
+    """The claims of a table: (claim, verdict, what was seen). Raises ValueError for one without a verdict."""
+    found = []
+    for line in table.read_text().splitlines():
+        if line.startswith("- Claim"):
+            if not (claim := CLAIM.match(line)):
+                raise ValueError(f"{table}: a claim without a verdict: {line}")
+            found.append(claim.groups())
+    return found
+
+
 def index() -> str:
     """The text of results/README.md: every claim with its verdict, and where that comes from."""
     parts = [
@@ -68,12 +79,7 @@ def index() -> str:
         for group, some in tables(scale).items():
             link = f"{scale}/{group}/README.md"
             parts += [f"## [{TITLES.get(group, group)}, scale {scale}]({link})", ""]
-            claims = [
-                [*claim.groups(), f"[{table.stem}]({link}#{table.stem})"]
-                for table in some
-                for claim in map(CLAIM.match, table.read_text().splitlines())
-                if claim
-            ]
+            claims = [[*claim, f"[{table.stem}]({link}#{table.stem})"] for table in some for claim in judged(table)]
             if claims:
                 parts += ["| claim | verdict | seen | where |", "|---|---|---|---|"]
                 for cells in claims:
