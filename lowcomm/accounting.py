@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol
 
-from lowcomm.model import Constraint, ModelConfig
+from lowcomm.shape import Constraint, ModelConfig
 
 
 @dataclass(frozen=True)

@@ -95,3 +95,20 @@ def unpack_bits(packed: Tensor, bits: int) -> Tensor:
     """[n] bytes -> 0 and 1 [8 n / bits, bits], the lowest bit first."""
     shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
     return (packed[:, None] >> shifts & 1).view(-1, bits)
+
+
+def refuse_non_finite(x: Tensor, largest: Tensor) -> None:
+    """Raise ValueError for NaN and infinities; `largest`: the greatest magnitude of `x` [n], or a vector of such."""
+    if not torch.isfinite(largest).all():
+        at = int((~torch.isfinite(x)).nonzero()[0, 0])
+        raise ValueError(f"value {at} of {x.numel()} is {x[at].item()}; only finite values can be sent")
+
+
+def aligned(packed: Tensor) -> Tensor:
+    """Bytes that can be viewed as any dtype: a copy where they lie at an odd place of a longer message."""
+    return packed.clone() if packed.storage_offset() % 8 else packed
+
+
+def view_as(packed: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bytes as values of a dtype."""
+    return aligned(packed).view(dtype)

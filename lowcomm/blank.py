@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from lowcomm.config import BoundaryConfig, MethodConfig, RunConfig, TrainConfig
-from lowcomm.model import Decoder, ModelConfig, stage_layers
+from lowcomm.model import Decoder
 from lowcomm.outer import LocalUpdates
+from lowcomm.shape import ModelConfig, stage_layers
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowcomm.codecs import make_codec
+from lowcomm.codecs import make_codec, message_seed
 from lowcomm.config import BoundaryConfig
 from lowcomm.model import Decoder
 
@@ -126,7 +126,10 @@ class Boundary:
             wanted = values = self._values(x, ids)
         else:
             wanted = values = self._values(x, ids) + before
-        packed = values.view(torch.uint8) if self.codec.lossless else self.codec.encode(values, self.seed << 40 | turn)
+        if self.codec.lossless:
+            packed = values.view(torch.uint8)
+        else:
+            packed = self.codec.encode(values, message_seed(self.seed, turn))
         if self.feedback and slot is not None:
             said = self.codec.decode(packed, values.numel())
             if self.kind == "low_rank":
@@ -161,8 +164,8 @@ class Boundary:
         return self._encoded(g, None, 2 * turn + 1, None if slot is None else f"gradients/{slot}")
 
     @_in_fp32
-    def read_gradients(self, message: Tensor, like: Tensor) -> Tensor:
-        """Gradients of `like` [B, T, D] from a message."""
-        tokens = like.numel() // self.width
+    def read_gradients(self, message: Tensor, shape: tuple[int, int], dtype: torch.dtype = torch.float32) -> Tensor:
+        """Gradients [B, T, D] from a message; `shape`: (B, T)."""
+        tokens = shape[0] * shape[1]
         x = self._rebuilt(self.codec.decode(message, self.numel(tokens)), None, tokens)
-        return x.view(like.shape).to(like.dtype)
+        return x.view(*shape, self.width).to(dtype)

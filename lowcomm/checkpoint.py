@@ -8,7 +8,6 @@ see one folder (a shared file system, where they are on several machines).
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from lowcomm.comm import World
 from lowcomm.settings import ConfigError
+from lowcomm.source import sha256
 
 log = logging.getLogger("lowcomm")
 VERSION = 1
@@ -41,11 +41,6 @@ def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
     """Write a safetensors file to disk."""
     save_file({k: v.detach().contiguous().cpu() for k, v in tensors.items()}, path)
     _flush(path)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _remove(folder: Path) -> None:
@@ -79,7 +74,7 @@ class Checkpoints:
         names = [f"{self._rank(self.world.rank)}.{kind}" for kind in ("safetensors", "json")]
         save_tensors(tensors, partial / names[0])
         self._write_json(partial / names[1], meta)
-        (partial / f"{self._rank(self.world.rank)}.sha256").write_text("\n".join(_sha256(partial / n) for n in names))
+        (partial / f"{self._rank(self.world.rank)}.sha256").write_text("\n".join(sha256(partial / n) for n in names))
         self.world.barrier()
         if self.world.rank == 0:
             manifest = {"version": VERSION, "step": step, "ranks": self.world.size, "run": run}
@@ -148,7 +143,7 @@ class Checkpoints:
         name = self._rank(self.world.rank)
         names = [f"{name}.{kind}" for kind in ("safetensors", "json")]
         for file, digest in zip(names, (path / f"{name}.sha256").read_text().split(), strict=True):
-            if _sha256(path / file) != digest:
+            if sha256(path / file) != digest:
                 raise ValueError(f"{file} does not match its checksum")
         return load_file(path / f"{name}.safetensors"), json.loads((path / f"{name}.json").read_text())
 

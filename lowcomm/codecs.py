@@ -12,7 +12,7 @@ Small floats, int8 and signs share a scale among each block of `BLOCK` values an
 bits a value and 8 bits a block. Every code is finite; NaN and infinities are refused by name. On a GPU, small floats of
 4 and 8 bits are fused kernels (`kernels`) where Triton is installed, and else the same operations as on the CPU.
 
-To add a codec, write a class with `encode`, `decode` and `nbytes` here, enter it in `make_codec`, and list its name in
+To add a codec, write a class with `encode`, `decode` and `nbytes`, enter it in `make_codec`, and list its name in
 `config.CODECS`; `method.codec` in params.yaml then accepts it.
 """
 
@@ -23,12 +23,14 @@ import re
 from types import ModuleType
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from lowcomm.bits import BLOCK, Scratch, blocks, blocks_nbytes, pack, pack_bits, unpack, unpack_bits
+from lowcomm.bits import BLOCK, Scratch, aligned, blocks, blocks_nbytes, pack, refuse_non_finite, unpack, view_as
 from lowcomm.config import CODECS
 from lowcomm.settings import nearest
+from lowcomm.sparse import RandomKeep, TopK
 
 
 class Codec(Protocol):
@@ -52,20 +54,9 @@ class Codec(Protocol):
         ...
 
 
-def refuse_non_finite(x: Tensor, largest: Tensor) -> None:
-    """Raise ValueError for NaN and infinities; `largest`: the greatest magnitude of `x` [n], or a vector of such."""
-    if not torch.isfinite(largest).all():
-        at = int((~torch.isfinite(x)).nonzero()[0, 0])
-        raise ValueError(f"value {at} of {x.numel()} is {x[at].item()}; only finite values can be sent")
-
-
-def _aligned(packed: Tensor) -> Tensor:
-    """Bytes that can be viewed as any dtype: a copy where they lie at an odd place of a longer message."""
-    return packed.clone() if packed.storage_offset() % 8 else packed
-
-
-def _view(packed: Tensor, dtype: torch.dtype) -> Tensor:
-    return _aligned(packed).view(dtype)
+def message_seed(*key: int) -> int:
+    """The seed, of 62 bits, of a message's random choices: `key` (whole numbers from 0) says which message it is."""
+    return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 2)
 
 
 class Cast:
@@ -88,7 +79,7 @@ class Cast:
         return cast.view(torch.uint8)
 
     def decode(self, packed: Tensor, numel: int) -> Tensor:
-        return _view(packed, self.dtype).to(torch.float32)
+        return view_as(packed, self.dtype).to(torch.float32)
 
     def nbytes(self, numel: int) -> int:
         return numel * self.dtype.itemsize
@@ -230,7 +221,7 @@ class Int8:
         return packed
 
     def decode(self, packed: Tensor, numel: int) -> Tensor:
-        x, packed = torch.empty(numel, device=packed.device), _aligned(packed)
+        x, packed = torch.empty(numel, device=packed.device), aligned(packed)
         for values, step, codes in blocks(x, packed, 8, torch.float32):
             values.copy_(codes.view(torch.int8)).mul_(step[:, None])
         return x
@@ -254,80 +245,13 @@ class Sign:
         return packed
 
     def decode(self, packed: Tensor, numel: int) -> Tensor:
-        x, packed = torch.empty(numel, device=packed.device), _aligned(packed)
+        x, packed = torch.empty(numel, device=packed.device), aligned(packed)
         for values, scale, codes in blocks(x, packed, 1, torch.float32):
             values.copy_(unpack(codes, values.shape[1], 1)).mul_(-2).add_(1).mul_(scale[:, None])
         return x
 
     def nbytes(self, numel: int) -> int:
         return 4 * -(-numel // BLOCK) + -(-numel // 8)
-
-
-class TopK:
-    """The `keep` largest magnitudes as fp32, with their places: a bit for every value, or 4 bytes for each one kept."""
-
-    lossless = False
-    block = 0
-
-    def __init__(self, keep: float):
-        self.keep = keep
-
-    def encode(self, x: Tensor, seed: int = 0) -> Tensor:
-        refuse_non_finite(x, x.abs())
-        order = torch.sort(x.abs(), descending=True, stable=True).indices
-        kept = order[: _kept(x.numel(), self.keep)].sort().values
-        if self._as_bits(x.numel()):
-            mask = torch.zeros(-(-x.numel() // 8) * 8, dtype=torch.uint8, device=x.device)
-            mask[kept] = 1
-            places = pack_bits(mask[:, None])
-        else:
-            places = kept.to(torch.int32).view(torch.uint8)
-        return torch.cat([places, x[kept].view(torch.uint8)])
-
-    def decode(self, packed: Tensor, numel: int) -> Tensor:
-        size = self.nbytes(numel) - 4 * _kept(numel, self.keep)
-        if self._as_bits(numel):
-            kept = unpack_bits(packed[:size], 1).view(-1)[:numel].nonzero()[:, 0]
-        else:
-            kept = _view(packed[:size], torch.int32).long()
-        x = torch.zeros(numel, device=packed.device)
-        x[kept] = _view(packed[size:], torch.float32)
-        return x
-
-    def _as_bits(self, numel: int) -> bool:
-        return -(-numel // 8) < 4 * _kept(numel, self.keep)
-
-    def nbytes(self, numel: int) -> int:
-        count = _kept(numel, self.keep)
-        return min(-(-numel // 8), 4 * count) + 4 * count
-
-
-class RandomKeep:
-    """Values at random places as fp32, times `scale`; only the seed of the places travels, in 8 bytes."""
-
-    lossless = False
-    block = 0
-
-    def __init__(self, keep: float, scale: float):
-        self.keep, self.scale = keep, scale
-
-    def _places(self, numel: int, seed: int, device: torch.device) -> Tensor:
-        order = torch.randperm(numel, generator=torch.Generator().manual_seed(seed))
-        return order[: _kept(numel, self.keep)].sort().values.to(device)
-
-    def encode(self, x: Tensor, seed: int = 0) -> Tensor:
-        refuse_non_finite(x, x.abs())
-        kept = x[self._places(x.numel(), seed, x.device)] * self.scale
-        return torch.cat([torch.tensor([seed], device=x.device).view(torch.uint8), kept.view(torch.uint8)])
-
-    def decode(self, packed: Tensor, numel: int) -> Tensor:
-        x = torch.zeros(numel, device=packed.device)
-        seed = int(_view(packed[:8], torch.int64))
-        x[self._places(numel, seed, packed.device)] = _view(packed[8:], torch.float32)
-        return x
-
-    def nbytes(self, numel: int) -> int:
-        return 8 + 4 * _kept(numel, self.keep)
 
 
 def make_codec(name: str, keep: float = 1.0) -> Codec:
@@ -357,7 +281,3 @@ def _kernels() -> ModuleType | None:
     except ImportError:
         return None
     return kernels
-
-
-def _kept(numel: int, keep: float) -> int:
-    return min(numel, max(1, round(keep * numel)))

@@ -33,8 +33,9 @@ from lowcomm.axis import AxisState, Handle, Lane, Op, rotation
 from lowcomm.codecs import Codec
 from lowcomm.config import CommConfig
 from lowcomm.encoded import EncodedMean
+from lowcomm.processes import ProcessTransport
 from lowcomm.settings import ConfigError
-from lowcomm.transport import ProcessTransport, Transport
+from lowcomm.transport import Transport
 from lowcomm.wire import Ledger, Link, RealClock, Trace, VirtualClock
 
 Axis = Literal["replica", "stage", "route", "world"]

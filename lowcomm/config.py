@@ -4,17 +4,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
-from lowcomm.model import Constraint, ModelConfig
 from lowcomm.rules import SPARSE, check
-
-#: Root of the checkout: nothing relies on the working directory.
-ROOT = Path(__file__).resolve().parent.parent
-#: Everything heavy: corpora, shards, runs, executed notebooks. DVC tracks it, git ignores it.
-BUILD = ROOT / "build"
-
+from lowcomm.shape import Constraint, ModelConfig
 
 #: Names of `codecs.make_codec`: dtypes, small floats of up to 8 bits, and the sparse ones.
 CODECS = (

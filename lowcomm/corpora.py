@@ -17,7 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lowcomm.config import ROOT, CorpusConfig
+from lowcomm import ROOT
+from lowcomm.config import CorpusConfig
 from lowcomm.settings import ConfigError
 
 _SKIPPED_FOLDERS = {"test", "tests", "testing", "_vendor", "vendored", "site-packages", "idlelib", "lib2to3"}

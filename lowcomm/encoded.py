@@ -22,7 +22,7 @@ class EncodedMean:
 
     Args:
         x: flat fp32 values, replaced by the mean.
-        codec, seed: how they are encoded; sections differ in their randomness.
+        codec, seed: how they are encoded; each section has a seed of its own, the next one.
         sections: of `x` in order, owners as indices on the axis.
         members: of the group, as indices on the axis.
         me: this rank's index.
@@ -37,7 +37,7 @@ class EncodedMean:
         self.x, self.members, self.me = x, list(members), me
         parts = x.split([numel for numel, _ in sections])
         self.parts = [
-            _Part(part, codec, [i for i in members if i in owners], len(members), seed + (index << 32))
+            _Part(part, codec, [i for i in members if i in owners], len(members), seed + index)
             for index, (part, (_, owners)) in enumerate(zip(parts, sections, strict=True))
         ]
 

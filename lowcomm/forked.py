@@ -14,12 +14,7 @@ import logging
 import multiprocessing
 import sys
 import uuid
-
-import torch
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-from lowcomm.train import main as train
+from multiprocessing import forkserver
 
 
 def main(argv: list[str]) -> int:
@@ -30,6 +25,13 @@ def main(argv: list[str]) -> int:
         return 2
     ranks, *words = argv
     multiprocessing.set_forkserver_preload(["lowcomm.train", "torch._dynamo"])  # torch.optim imports the latter late
+    forkserver.ensure_running()  # it imports torch while this process does
+    import torch
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    from lowcomm.train import main as train
+
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

@@ -15,8 +15,8 @@ from torch.distributed.fsdp import fully_shard
 from lowcomm.comm import World
 from lowcomm.engine import Engine
 from lowcomm.model import Decoder
+from lowcomm.processes import ProcessTransport
 from lowcomm.settings import ConfigError
-from lowcomm.transport import ProcessTransport
 
 
 class _Allocate:

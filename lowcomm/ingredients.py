@@ -14,9 +14,10 @@ from typing import Any
 
 import pandas as pd
 
-from lowcomm.config import ROOT, BoundaryConfig, MethodConfig
-from lowcomm.model import ModelConfig
+from lowcomm import ROOT
+from lowcomm.config import BoundaryConfig, MethodConfig
 from lowcomm.settings import ConfigError
+from lowcomm.shape import ModelConfig
 
 
 @dataclass(frozen=True)

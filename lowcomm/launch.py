@@ -21,11 +21,11 @@ from typing import Any
 
 from tqdm import tqdm
 
-from lowcomm.config import BUILD, ROOT, RunConfig
+from lowcomm import BUILD, LAUNCHER_VARIABLE, ROOT
+from lowcomm.config import RunConfig
 from lowcomm.metrics import MADE_WITH, clear_run, complete, loss_metrics, made_with, strangers
 from lowcomm.params import data_dir, overrides, run_config, run_dir, run_points, times_dir
 from lowcomm.source import source_digest
-from lowcomm.stop import LAUNCHER_VARIABLE
 
 #: glibc gives large blocks back to the system after each step and faults them in anew; keeping them saves a tenth.
 _KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(2**31 - 1), "MALLOC_MMAP_THRESHOLD_": str(2**25)}

@@ -1,4 +1,4 @@
-"""Metrics as JSON lines, and the reading of finished runs."""
+"""Metrics as JSON lines, and the folder of a run that holds them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
-from lowcomm.config import BUILD, RunConfig
-from lowcomm.params import run_dir, run_points
-from lowcomm.settings import ConfigError
+from lowcomm.config import RunConfig
 
 
 class Metrics:
@@ -39,7 +35,7 @@ class Metrics:
 
     def write(self) -> None:
         for row in self._held:
-            plain = {k: v.item() if isinstance(v, Tensor) else v for k, v in row.items()}
+            plain = {k: v.item() if hasattr(v, "item") else v for k, v in row.items()}
             self._file.write(json.dumps(plain) + "\n")
         self._held.clear()
         self._file.flush()
@@ -89,27 +85,3 @@ def loss_metrics(out: Path, config: RunConfig, replica: int = 0) -> Path:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The rows of a metrics file."""
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def read_run(run: str, scale: str) -> list[dict[str, Any]]:
-    """Summaries of a run's variants and seeds in order, each with "variant", "seed" and metrics rows under "rows".
-
-    Rows are the first replica's, but validation losses: where replicas have models of their own, their mean.
-    Raises ConfigError if one is missing.
-    """
-    found = []
-    for config in run_points(run, scale=scale):
-        folder = run_dir(config)
-        try:
-            summary = json.loads((folder / "summary.json").read_text())
-        except FileNotFoundError:
-            raise ConfigError(
-                f"{folder.relative_to(BUILD)} has not been trained: dvc repro train@{run} (scale {scale})"
-            ) from None
-        files = [read_metrics(loss_metrics(folder, config, r)) for r in range(config.replicas)]
-        rows = files[0]
-        for row, *others in zip(*files, strict=True):
-            if "val_loss" in row:
-                row["val_loss"] = sum(r["val_loss"] for r in (row, *others)) / config.replicas
-        found.append(summary | {"variant": config.variant, "seed": config.seed, "rows": rows})
-    return found

@@ -18,77 +18,13 @@ import contextlib
 import math
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """Shape and options of a decoder. Every field is a number or a choice of the papers."""
-
-    dim: int  # D, width of the residual stream
-    layers: int
-    heads: int  # N, a multiple of kv_heads
-    ffn_dim: int  # F
-    vocab_size: int  # V
-    seq_len: int  # longest T
-    kv_heads: int = 0  # K; 0 means as many as heads
-    head_dim: int = 0  # H; 0 means dim / heads
-    mlp: Literal["relu", "gelu", "gated"] = "gated"
-    norm: Literal["rms", "layer"] = "rms"
-    qk_norm: bool = False
-    z_loss: float = 0.0  # weight of the mean squared log-partition
-    tied: bool = False  # share the embedding with the output head
-    rope_theta: float = 10_000.0
-
-    def __post_init__(self) -> None:
-        for name in ("dim", "layers", "heads", "ffn_dim", "vocab_size", "seq_len"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"model.{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("kv_heads", "head_dim", "z_loss"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"model.{name} must be at least 0, got {getattr(self, name)}")
-        if self.head_dim == 0 and self.dim % self.heads:
-            raise ValueError(
-                f"model.heads = {self.heads} does not divide model.dim = {self.dim}; set model.head_dim or change one"
-            )
-        if self.heads % self.key_value_heads:
-            raise ValueError(f"model.kv_heads = {self.kv_heads} does not divide model.heads = {self.heads}")
-        if self.width_of_head % 2:
-            raise ValueError(f"rotary positions need an even head width, got {self.width_of_head}")
-
-    @property
-    def width_of_head(self) -> int:
-        return self.head_dim or self.dim // self.heads
-
-    @property
-    def key_value_heads(self) -> int:
-        return self.kv_heads or self.heads
-
-
-@dataclass(frozen=True)
-class Constraint:
-    """A subspace of rank R that attention and MLPs write to, and the trainable part of the embedding (Protocol Models).
-
-    The token embedding is then a fixed table of full rank, drawn with the weights, plus the trainable one; the
-    residual stream less the fixed table's rows lies in the subspace. Its basis U [D, R] has orthonormal columns.
-
-    rank: R. dense_layers: the last layers, which are free. reparametrised: matrices are W = U Z with Z trained (the
-    stream is written by U), so that no weight can leave; else they have their full shape, and whoever trains them
-    keeps them there (`subspace`). basis: of random directions, or of the first R coordinates. table: what the trainable
-    embedding begins as, the fixed one's projection or zero.
-    """
-
-    rank: int
-    dense_layers: int = 1
-    reparametrised: bool = False
-    basis: Literal["gaussian", "coordinates"] = "gaussian"
-    table: Literal["projection", "zero"] = "projection"
+from lowcomm.shape import Constraint, ModelConfig, stage_layers
 
 
 def orthonormal(x: Tensor) -> Tensor:
@@ -236,13 +172,6 @@ def _computed_twice(block: nn.Module, *inputs: Tensor | None) -> Tensor:
         return checkpoint(block, *inputs, use_reentrant=False)
     contexts = (contextlib.nullcontext, _again)
     return checkpoint(block, *inputs, use_reentrant=False, context_fn=lambda: tuple(c() for c in contexts))
-
-
-def stage_layers(layers: int, stages: int, stage: int) -> range:
-    """Layers of a stage of a pipeline: neighbours, and as many as in any other, or one more or less."""
-    if not 1 <= stages <= layers:
-        raise ValueError(f"{layers} layers cannot form {stages} stages: each needs one at least")
-    return range(layers * stage // stages, layers * (stage + 1) // stages)
 
 
 class Decoder(nn.Module):

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from lowcomm.accounting import Section
-from lowcomm.codecs import make_codec
+from lowcomm.codecs import make_codec, message_seed
 from lowcomm.comm import World
 from lowcomm.config import MethodConfig, TrainConfig
 from lowcomm.engine import Engine, Evaluated, holding, of_replicas
@@ -125,8 +125,7 @@ class LocalUpdates(Engine):
         if self.method.record_cosine and self.world.replicas > 1:
             deltas = self.world.exchange(fragment.delta(), purpose="analysis")
             logged["cosine" if len(self.fragments) == 1 else f"cosine_{index}"] = pairwise_cosine(deltas)
-        turn = (step * len(self.fragments) + index) * self.world.replicas + self.world.replica
-        seed = self.seed << 40 | turn  # of the codec's random choices: others at each turn of each replica
+        seed = message_seed(self.seed, step, index, self.world.replica)
         which = (index, fragment.turns)
         sections = self.sections[index] if self.method.trainable == "slice" else None
         fragment.under_way = self.peers.mean_async(

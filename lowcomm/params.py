@@ -15,7 +15,8 @@ from typing import Any
 
 import yaml
 
-from lowcomm.config import BUILD, ROOT, CorpusConfig, DataConfig, RunConfig
+from lowcomm import BUILD, ROOT
+from lowcomm.config import CorpusConfig, DataConfig, RunConfig
 from lowcomm.presets import PRESETS
 from lowcomm.rules import check_bounds
 from lowcomm.settings import ConfigError, build, nearest

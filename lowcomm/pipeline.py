@@ -131,7 +131,7 @@ class Pipeline:
                     message = boundary.activations(y, ids, turn=turn, slot=m)
                     sent.append(self._send(self._after(route), message, ACTIVATIONS))
                 passed.append((x, get_gradient_edge(y), dy, turn))
-        like = y.new_empty(()).expand(y.shape)
+        dtype = y.dtype
         del y  # nobody needs it, nor those before it
         returning = [] if self.last else [
             self._expect(self._after(route), boundary.gradient_bytes(x.numel()), GRADIENTS)
@@ -140,7 +140,9 @@ class Pipeline:
         for m, route in enumerate(routes):
             x, y, dy, turn = passed[m]
             passed[m] = None  # and with it what autograd keeps
-            torch.autograd.backward(y, dy if self.last else boundary.read_gradients(returning[m].wait(), like))
+            if not self.last:
+                dy = boundary.read_gradients(returning[m].wait(), here[m].shape, dtype)
+            torch.autograd.backward(y, dy)
             del y, dy
             if self.watch is not None:
                 self.watch()

@@ -27,12 +27,12 @@ from lowcomm.accounting import parameters
 from lowcomm.config import DataConfig, RunConfig, TrainConfig
 from lowcomm.footprint import node_bytes
 from lowcomm.ingredients import Method, Penalties
-from lowcomm.model import ModelConfig
 from lowcomm.params import pick
 from lowcomm.predict import Links, predict, sent_per_step, stage_flops
 from lowcomm.presets import PRESETS
 from lowcomm.report import markdown, si_bytes
 from lowcomm.settings import ConfigError
+from lowcomm.shape import ModelConfig
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lowcomm.model import ModelConfig
+from lowcomm.shape import ModelConfig
 
 
 def _streaming(dim: int, layers: int, heads: int) -> ModelConfig:

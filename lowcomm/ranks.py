@@ -11,8 +11,9 @@ import torch
 
 from lowcomm.comm import World
 from lowcomm.config import CommConfig
+from lowcomm.processes import ProcessTransport
 from lowcomm.settings import ConfigError
-from lowcomm.transport import ProcessTransport, ThreadHub, ThreadTransport
+from lowcomm.threads import ThreadHub, ThreadTransport
 
 
 def default_device() -> torch.device:

@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 import yaml
 
-from lowcomm.config import ROOT
+from lowcomm import ROOT
 from lowcomm.params import pick
 from lowcomm.settings import nearest
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from lowcomm.axis import Handle
 from lowcomm.comm import World
 from lowcomm.model import Decoder
+from lowcomm.processes import ProcessTransport
 from lowcomm.settings import ConfigError
-from lowcomm.transport import ProcessTransport
 
 PURPOSE = "ring"
 

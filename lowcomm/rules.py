@@ -9,8 +9,9 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from lowcomm.contraction import contraction_bound
-from lowcomm.model import stage_layers
 from lowcomm.settings import ConfigError
+from lowcomm.shape import stage_layers
+from lowcomm.streaming import fragment_count
 
 if TYPE_CHECKING:
     from lowcomm.config import RunConfig
@@ -98,8 +99,8 @@ def check(config: RunConfig) -> None:
     check_bounds("", config)
     for section in ("data", "train", "method", "comm", "checkpoint"):
         check_bounds(section, getattr(config, section))
-    if config.seed >= 1 << 23:  # codecs' seeds are a run's, shifted by 40 bits
-        raise ConfigError(f"seed must be below 2^23 = {1 << 23}, got {config.seed}")
+    if config.seed >= 1 << 63:
+        raise ConfigError(f"seed must be below 2^63, got {config.seed}")
     parts = config.replicas * t.accumulation
     if t.global_batch % parts:
         raise ConfigError(
@@ -299,16 +300,12 @@ def _overlap(config: RunConfig) -> None:
                 f"method.overlap_steps = {tau} must be at least 0 and below sync_every_steps ="
                 f" {m.sync_every_steps}: a fragment is back before it is sent again"
             )
-    counts = [1]
     if m.fragments in ("whole", "slices"):
         if m.layers_per_fragment != type(m).layers_per_fragment:
             raise ConfigError(f"method.layers_per_fragment means nothing with method.fragments = {m.fragments}")
         if m.trainable == "next_fragment":
             raise ConfigError("method.trainable = next_fragment means nothing with method.fragments = whole")
-        if m.fragments == "slices":
-            counts = [m.slices + 1]
-    else:
-        counts = [_count(config, stage) for stage in range(config.stages)]
+    counts = [_count(config, stage) for stage in range(config.stages)]
     h, count = m.sync_every_steps, max(counts)
     if count > h:
         raise ConfigError(
@@ -324,6 +321,7 @@ def _overlap(config: RunConfig) -> None:
 
 
 def _count(config: RunConfig, stage: int) -> int:
-    """Fragments of a stage; one is the embedding's, or the norm's and the head's."""
-    layers = len(stage_layers(config.model.layers, config.stages, stage))
-    return -(-layers // config.method.layers_per_fragment) + (stage in (0, config.stages - 1))
+    """Fragments of a stage; the first and the last have one of the embedding, or of the norm and the head."""
+    m, layers = config.method, len(stage_layers(config.model.layers, config.stages, stage))
+    ends = stage in (0, config.stages - 1)
+    return fragment_count(m.fragments, layers, m.layers_per_fragment, m.slices, rest=ends)

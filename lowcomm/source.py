@@ -1,4 +1,4 @@
-"""What a run is made with: which modules a source imports, and a digest of those that train."""
+"""What a run is made with: which modules a source imports, and digests of those that train and of files."""
 
 from __future__ import annotations
 
@@ -32,6 +32,12 @@ def closure(modules: Iterable[str]) -> set[str]:
         done.add(module)
         todo |= imports((PACKAGE / f"{module}.py").read_text()) - done
     return done
+
+
+def sha256(path: Path) -> str:
+    """Of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def source_digest() -> str:

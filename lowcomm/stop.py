@@ -15,12 +15,12 @@ import time
 
 import torch
 
+from lowcomm import LAUNCHER_VARIABLE
 from lowcomm.comm import World
 from lowcomm.transport import CommError
 
 #: Set when this process should stop: by SIGTERM, or by a notebook.
 requested = threading.Event()
-LAUNCHER_VARIABLE = "LOWCOMM_LAUNCHER"
 _POLL_S = 0.1
 
 

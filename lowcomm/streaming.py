@@ -35,12 +35,24 @@ def layer_fragments(layers: int, layers_per_fragment: int, pattern: Pattern) -> 
     """
     if layers_per_fragment < 1 or layers < 1:
         raise ValueError(f"{layers_per_fragment} layers a fragment of {layers} layers: both must be at least 1")
-    count = -(-layers // layers_per_fragment)
+    count = fragment_count(pattern, layers, layers_per_fragment, rest=False)
     if pattern == "strided":
         return tuple(tuple(range(p, layers, count)) for p in range(count))
     return tuple(
         tuple(range(p * layers_per_fragment, min(layers, (p + 1) * layers_per_fragment))) for p in range(count)
     )
+
+
+def fragment_count(fragments: str, layers: int, layers_per_fragment: int, slices: int = 1, *, rest: bool = True) -> int:
+    """Fragments of a model, or stage, of so many layers: as `parameter_fragments` makes them.
+
+    `rest`: it has parameters that belong to no layer.
+    """
+    if fragments == "whole":
+        return 1
+    if fragments == "slices":
+        return slices + 1
+    return -(-layers // layers_per_fragment) + rest
 
 
 def parameter_fragments(names: list[str], fragments: str, layers_per_fragment: int) -> list[list[str]]:

@@ -39,8 +39,9 @@ from torch.optim.adamw import adamw
 from lowcomm.accounting import mean_bytes
 from lowcomm.comm import World
 from lowcomm.config import BoundaryConfig
-from lowcomm.model import Decoder, ModelConfig, orthonormal
+from lowcomm.model import Decoder, orthonormal
 from lowcomm.partial import SlicedLinear
+from lowcomm.shape import ModelConfig
 
 
 def share_outside(gram: Tensor, basis: Tensor) -> float:

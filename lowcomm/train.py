@@ -33,10 +33,10 @@ import torch
 from lowcomm import params
 from lowcomm.accounting import parameters as count_parameters
 from lowcomm.accounting import training_flops
+from lowcomm.batches import TokenData
 from lowcomm.checkpoint import Checkpoints, save_tensors
 from lowcomm.comm import World
 from lowcomm.config import RunConfig
-from lowcomm.data import TokenData
 from lowcomm.metrics import MADE_WITH, Metrics, clear_run, complete, read_metrics
 from lowcomm.ranks import run_threads, world_from_torchrun
 from lowcomm.settings import ConfigError

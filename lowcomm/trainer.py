@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowcomm.batches import TokenData
 from lowcomm.boundary import Boundary
 from lowcomm.comm import World
 from lowcomm.config import RunConfig, TrainConfig
-from lowcomm.data import TokenData
 from lowcomm.engine import DataParallel, Engine, Evaluated, Independent, weight_spread
 from lowcomm.model import Decoder
 from lowcomm.outer import LocalUpdates

@@ -33,17 +33,20 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from lowcomm import ROOT
 from lowcomm.accounting import training_flops
+from lowcomm.batches import TokenData
 from lowcomm.bits import BLOCK as CODEC_BLOCK
 from lowcomm.boundary import Boundary
 from lowcomm.codecs import SmallFloat, make_codec
 from lowcomm.comm import World
-from lowcomm.config import ROOT, BoundaryConfig, TrainConfig
-from lowcomm.data import TokenData, prepared
-from lowcomm.model import Decoder, ModelConfig
+from lowcomm.config import BoundaryConfig, TrainConfig
+from lowcomm.data import prepared
+from lowcomm.model import Decoder
 from lowcomm.params import run_config
 from lowcomm.partial import pieces, train_slice
 from lowcomm.ranks import default_device, run_threads, world_from_torchrun
+from lowcomm.shape import ModelConfig
 from lowcomm.subspace import Subspace
 from lowcomm.train import train_in_threads
 from lowcomm.trainer import Trainer, inner_optimizer

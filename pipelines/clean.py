@@ -16,7 +16,7 @@ from pathlib import Path
 import nbformat
 from nbclient import NotebookClient
 
-from lowcomm.config import ROOT
+from lowcomm import ROOT
 
 KEEP = "# NBVAL_CHECK_OUTPUT"
 

@@ -16,7 +16,7 @@ from typing import Any
 import pandas as pd
 import yaml
 
-from lowcomm.config import BUILD, ROOT
+from lowcomm import BUILD, ROOT
 from lowcomm.params import load_params
 from lowcomm.report import markdown
 

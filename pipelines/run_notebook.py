@@ -18,10 +18,8 @@ from typing import Any
 import papermill
 import yaml
 
+from lowcomm import BUILD, ROOT
 from lowcomm.settings import ConfigError, nearest
-
-#: As `lowcomm.config` has it, which imports torch: seconds of every stage.
-BUILD = Path(__file__).resolve().parent.parent / "build"
 
 
 def check_parameters(notebook: Path, parameters: dict[str, Any]) -> None:
@@ -37,7 +35,7 @@ def run(notebook: Path, name: str, parameters: dict[str, Any]) -> float:
     if not notebook.exists():
         raise ConfigError(f"no notebook {notebook}")
     check_parameters(notebook, parameters)
-    scale = parameters.get("scale") or yaml.safe_load((BUILD.parent / "params.yaml").read_text())["scale"]
+    scale = parameters.get("scale") or yaml.safe_load((ROOT / "params.yaml").read_text())["scale"]
     executed = BUILD / "notebooks" / scale / f"{name.replace('@', '-')}.ipynb"
     executed.parent.mkdir(parents=True, exist_ok=True)
     begin = time.perf_counter()

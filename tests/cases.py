@@ -13,7 +13,7 @@ import torch
 
 from lowcomm.codecs import make_codec
 from lowcomm.comm import World
-from lowcomm.transport import PIECE_BYTES, PIECES_AHEAD
+from lowcomm.processes import PIECE_BYTES, PIECES_AHEAD
 
 
 def _random(world: World, *shape: int, seed: int = 0) -> torch.Tensor:

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore
 
-from lowcomm.config import ROOT, CommConfig
+from lowcomm import ROOT
+from lowcomm.config import CommConfig
 from lowcomm.ranks import run_threads, world_from_torchrun
 
 

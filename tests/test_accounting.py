@@ -11,8 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lowcomm.accounting import forward_flops, mean_bytes, memory, rounds, shares, training_flops
 from lowcomm.config import MethodConfig, TrainConfig
-from lowcomm.model import Decoder, ModelConfig
+from lowcomm.model import Decoder
 from lowcomm.outer import LocalUpdates
+from lowcomm.shape import ModelConfig
 from lowcomm.trainer import inner_optimizer
 from tests.test_model import SMALL, VARIANTS
 

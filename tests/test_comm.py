@@ -13,13 +13,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from lowcomm import ROOT
 from lowcomm.accounting import encoded_mean_bytes, mean_bytes, ring_seconds, shares
 from lowcomm.codecs import make_codec
 from lowcomm.comm import World
-from lowcomm.config import ROOT, CommConfig
+from lowcomm.config import CommConfig
+from lowcomm.processes import PIECE_BYTES, PIECES_AHEAD
 from lowcomm.ranks import run_threads
 from lowcomm.settings import ConfigError
-from lowcomm.transport import PIECE_BYTES, PIECES_AHEAD, CommError, ThreadHub, ThreadTransport
+from lowcomm.threads import ThreadHub, ThreadTransport
+from lowcomm.transport import CommError
 from lowcomm.wire import VirtualClock
 from tests.harness import as_processes, as_threads
 
@@ -262,9 +265,9 @@ def test_a_virtual_link_takes_what_the_closed_form_says(ranks: int) -> None:
         assert thrice == pytest.approx(3 * expected, rel=1e-12)  # an axis' wire does one thing at a time
 
 
-def test_only_transport_talks_to_torch_distributed() -> None:
-    allowed = {"transport.py": "import torch.distributed as dist", "fsdp.py": "from torch.distributed."}
-    allowed["forked.py"] = "from torch.distributed."  # starts ranks, which then talk through transport.py
+def test_only_processes_talk_to_torch_distributed() -> None:
+    allowed = {"processes.py": "import torch.distributed as dist", "fsdp.py": "from torch.distributed."}
+    allowed["forked.py"] = "from torch.distributed."  # starts ranks, which then talk through processes.py
     for path in sorted((ROOT / "lowcomm").glob("*.py")):
         for line in path.read_text().splitlines():
             if re.match(r"\s*(import|from) torch\.distributed|.*torch\.distributed\.\w+\(", line):

@@ -10,11 +10,12 @@ import pytest
 import torch
 import yaml
 
-from lowcomm.config import ROOT
-from lowcomm.model import Decoder, ModelConfig
+from lowcomm import ROOT
+from lowcomm.model import Decoder
 from lowcomm.params import load_params, overrides, run_config, run_dir, run_points
 from lowcomm.presets import PRESETS
 from lowcomm.settings import ConfigError, build
+from lowcomm.shape import ModelConfig
 from tests.conftest import small_run
 
 PARAMS = load_params()
@@ -92,7 +93,7 @@ def _changed(path: str, value: Any) -> dict:
         ("runs/diloco_m2/seeds", [], r"runs.diloco_m2.seeds = \[\] must be a list of at least one whole number"),
         ("runs/diloco_m2/variants", {}, "runs.diloco_m2.variants must name at least one variant, each a mapping"),
         ("runs/diloco_m2/variants", {"a": None}, "runs.diloco_m2.variants must name at least one variant"),
-        ("runs/diloco_m2/seeds", [1 << 23], "seed must be below 2\\^23 = 8388608, got 8388608"),
+        ("runs/diloco_m2/seeds", [1 << 63], "seed must be below 2\\^63, got 9223372036854775808"),
         ("runs/diloco_m2/seeds", 3, "runs.diloco_m2.seeds = 3 must be a list"),
         ("runs/diloco_m2/corpus", "docstring", "no corpus named 'docstring'; did you mean 'docstrings'"),
         ("methods/diloco/outer", "average", "method.outer = average exchanges the parameters themselves"),

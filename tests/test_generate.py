@@ -10,8 +10,9 @@ from lowcomm.boundary import Boundary
 from lowcomm.comm import World
 from lowcomm.config import BoundaryConfig
 from lowcomm.generate import choose, generate, generated_bytes
-from lowcomm.model import Decoder, KeyValues, ModelConfig
+from lowcomm.model import Decoder, KeyValues
 from lowcomm.ranks import run_threads
+from lowcomm.shape import ModelConfig
 
 SMALL = ModelConfig(16, 4, 4, 32, 300, 24, kv_heads=2)
 DENSE, SUBSPACE = BoundaryConfig(), BoundaryConfig("subspace", 4)

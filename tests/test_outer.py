@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file
 
 from lowcomm.accounting import encoded_mean_bytes, encoded_mean_in_shares
+from lowcomm.batches import TokenData
 from lowcomm.codecs import make_codec
 from lowcomm.comm import World
 from lowcomm.config import RunConfig
-from lowcomm.data import TokenData
 from lowcomm.fragment import Momentum, flatten
 from lowcomm.metrics import read_metrics
 from lowcomm.model import Decoder

@@ -28,12 +28,13 @@ from lowcomm.codecs import make_codec
 from lowcomm.config import RunConfig, TrainConfig
 from lowcomm.fragment import flatten
 from lowcomm.metrics import read_metrics
-from lowcomm.model import MLP, Decoder, ModelConfig
+from lowcomm.model import MLP, Decoder
 from lowcomm.outer import LocalUpdates
 from lowcomm.partial import SlicedLinear, detach_others, pieces, train_slice
 from lowcomm.ranks import run_threads
 from lowcomm.routing import random_slice
 from lowcomm.settings import ConfigError
+from lowcomm.shape import ModelConfig
 from lowcomm.train import train, train_in_threads
 from lowcomm.trainer import Trainer, inner_optimizer
 from tests.conftest import command_line, small_run
@@ -422,7 +423,7 @@ def test_memory_is_what_is_alive_after_a_step(sliced: tuple[str, ...], corpus: P
     )
 
     def work(world) -> list[int]:
-        from lowcomm.data import TokenData
+        from lowcomm.batches import TokenData
 
         t = config.train
         trainer = Trainer(config, world, TokenData(corpus, seq_len=t.seq_len, global_batch=t.global_batch, seed=0))
@@ -445,7 +446,8 @@ def test_memory_is_what_is_alive_after_a_step(sliced: tuple[str, ...], corpus: P
 _PEAK = """
 import sys
 import torch
-from lowcomm.model import Decoder, ModelConfig
+from lowcomm.model import Decoder
+from lowcomm.shape import ModelConfig
 from lowcomm.partial import pieces, train_slice
 torch.set_num_threads(1)
 config = ModelConfig(dim=512, layers=20, heads=8, ffn_dim=4096, vocab_size=64, seq_len=16, mlp="relu")

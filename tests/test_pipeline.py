@@ -12,15 +12,16 @@ from typing import Any
 import pytest
 import torch
 
+from lowcomm.batches import TokenData
 from lowcomm.boundary import Boundary
 from lowcomm.comm import World
 from lowcomm.config import BoundaryConfig, CommConfig, RunConfig
-from lowcomm.data import TokenData
 from lowcomm.metrics import read_metrics
-from lowcomm.model import Decoder, ModelConfig, stage_layers
+from lowcomm.model import Decoder
 from lowcomm.pipeline import Pipeline, bubble
 from lowcomm.ranks import run_threads
 from lowcomm.settings import ConfigError
+from lowcomm.shape import ModelConfig, stage_layers
 from lowcomm.train import train_in_threads
 from lowcomm.trainer import Trainer
 from tests.conftest import command_line, small_run
@@ -37,7 +38,13 @@ def deep_run(run: str = "diloco_m2", **override: Any) -> RunConfig:
 
 def pipeline_of(stage: Decoder, world: World, **override: Any) -> Pipeline:
     """A dense pipeline in fp32 over fixed routes, of four micro-batches; or what is said instead."""
-    usual = {"hidden": stage.hidden, "head_losses": stage.head_losses, "micro_batches": 4, "routing": "fixed", "seed": 0}
+    usual = {
+        "hidden": stage.hidden,
+        "head_losses": stage.head_losses,
+        "micro_batches": 4,
+        "routing": "fixed",
+        "seed": 0,
+    }
     usual["autocast"] = lambda: torch.autocast("cpu", enabled=False)
     return Pipeline(Boundary(stage, BoundaryConfig(), 0), world, **usual | override)
 

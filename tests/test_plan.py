@@ -12,11 +12,11 @@ from lowcomm import ingredients
 from lowcomm import plan as planner
 from lowcomm.footprint import node_bytes
 from lowcomm.ingredients import Method, Penalties, Penalty
-from lowcomm.model import ModelConfig
 from lowcomm.plan import Cluster, Job, front, methods, plan, run_of, shown
 from lowcomm.predict import Links
 from lowcomm.presets import PRESETS
 from lowcomm.settings import ConfigError
+from lowcomm.shape import ModelConfig
 
 MODEL = ModelConfig(256, 8, 8, 1024, 4096, 512)
 JOB = Job(MODEL, tokens=1e9, global_batch=64)

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from lowcomm.metrics import read_metrics
-from lowcomm.model import Constraint, Decoder, ModelConfig
+from lowcomm.model import Decoder
 from lowcomm.rank import (
     activation_ranks,
     checkpoint_projections,
@@ -20,6 +20,7 @@ from lowcomm.rank import (
     stable_rank,
     stable_ranks,
 )
+from lowcomm.shape import Constraint, ModelConfig
 from lowcomm.train import train_in_threads
 from tests.conftest import small_run
 

@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 import yaml
 
-from lowcomm.config import ROOT
+from lowcomm import ROOT
 from lowcomm.params import load_params
 from lowcomm.report import paper
 from lowcomm.settings import ConfigError

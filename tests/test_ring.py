@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowcomm.comm import World
-from lowcomm.model import Constraint, Decoder, ModelConfig
+from lowcomm.model import Decoder
 from lowcomm.ranks import run_threads
 from lowcomm.ring import in_segments, ring_attention, ring_bytes
+from lowcomm.shape import Constraint, ModelConfig
 
 SMALL = ModelConfig(16, 2, 4, 32, 64, 24, kv_heads=2)
 

@@ -15,15 +15,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from lowcomm.accounting import parameters, trained_parameters, training_flops
+from lowcomm.batches import TokenData
 from lowcomm.boundary import Boundary, id_bytes, low_rank, pack_ids, unpack_ids
 from lowcomm.config import BoundaryConfig, RunConfig
-from lowcomm.data import TokenData
 from lowcomm.metrics import read_metrics
-from lowcomm.model import Constraint, Decoder, ModelConfig, orthonormal
+from lowcomm.model import Decoder, orthonormal
 from lowcomm.partial import pieces, train_slice
 from lowcomm.presets import PRESETS
 from lowcomm.ranks import run_threads
 from lowcomm.settings import ConfigError
+from lowcomm.shape import Constraint, ModelConfig
 from lowcomm.subspace import (
     RowAdamW,
     grassmann_gradient,
@@ -111,7 +112,7 @@ def _whole_and_cut(trainer: Trainer, stages: int, tokens: Tensor) -> tuple[dict[
     for x, y in reversed(passed):
         torch.autograd.backward(y, gradient)
         if x.is_floating_point():
-            gradient = boundary.read_gradients(boundary.gradients(x.grad), x)
+            gradient = boundary.read_gradients(boundary.gradients(x.grad), ids.shape)
     model.blocks, model.norm, model.head, model.embedding = torch.nn.ModuleDict(layers), norm, head, embedding
     model.probe = probe
     return whole, taken(), worst
@@ -716,7 +717,7 @@ def test_overhead_equals_the_counted(mode: str, moment: str, corpus: Path) -> No
             lambda: boundary.activations(x, ids),
             lambda: boundary.read_activations(there, ids.shape),
             lambda: boundary.gradients(x),
-            lambda: boundary.read_gradients(back, x),
+            lambda: boundary.read_gradients(back, ids.shape),
         )
         assert closed["boundaries"] == 2 * each
         assert closed["projection"] == counted(subspace.project_gradients, subspace.project_weights)

@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import load_file
 
 from lowcomm import stop
+from lowcomm.batches import TokenData
 from lowcomm.comm import World
 from lowcomm.config import RunConfig
-from lowcomm.data import TokenData
 from lowcomm.metrics import read_metrics
 from lowcomm.model import Decoder
 from lowcomm.ranks import run_threads
