@@ -1,4 +1,4 @@
-"""Codes of a few bits packed into bytes, in blocks that share a scale."""
+"""Values as bytes: codes of a few bits packed, in blocks that share a scale."""
 
 from __future__ import annotations
 

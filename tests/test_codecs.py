@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
 from lowcomm.bits import BLOCK
-from lowcomm.codecs import PowerOfTwo, SmallFloat, make_codec
+from lowcomm.codecs import PowerOfTwo, SmallFloat, make_codec, message_seed
 from lowcomm.config import CODECS
 from lowcomm.rules import SPARSE
 
@@ -185,6 +187,16 @@ def test_int8_is_a_step_a_block() -> None:
     assert torch.allclose(codec.decode(codec.encode(small), 3), small, rtol=0.01, atol=0)
     x = torch.arange(-127, 128).float() * 0.5
     assert torch.equal(codec.decode(codec.encode(x), x.numel()), x)
+
+
+def test_every_message_has_a_seed_of_its_own() -> None:
+    keys = list(itertools.product((0, 1, 2**62), range(9), (0, 1), (0, 1)))  # run's seed, step, fragment, replica
+    seeds = [message_seed(*key) for key in keys]
+    assert seeds == [message_seed(*key) for key in keys]
+    gaps = torch.tensor(seeds).sort().values.diff()
+    assert gaps.min() > 1000  # sections of a message take the next ones
+    assert min(seeds) >= 0
+    assert max(seeds) < 1 << 62
 
 
 def test_topk_keeps_the_largest_and_dropout_and_dare_what_the_seed_says() -> None:

@@ -80,6 +80,13 @@ def test_a_stage_depends_on_the_modules_that_it_imports(stage: str) -> None:
     assert listed == _closure(ROOT / source) | {"__init__"}
 
 
+def test_reading_results_and_launching_runs_needs_no_torch() -> None:
+    """Two seconds of every notebook, and of everything that depends on it, otherwise."""
+    modules = "report", "runs", "launch", "data", "plots", "simulate"
+    code = f"import sys; from lowcomm import {', '.join(modules)}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], env=clean_environment(), check=False).returncode == 0
+
+
 def test_training_stages_cache_all_and_tables_are_in_git() -> None:
     for name, stage in STAGES.items():
         outs = stage.get("do", stage)["outs"]

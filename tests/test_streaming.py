@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from pathlib import Path
@@ -11,13 +12,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from lowcomm.batches import TokenData
 from lowcomm.comm import World
 from lowcomm.fragment import flatten
 from lowcomm.metrics import read_metrics
 from lowcomm.model import Decoder
+from lowcomm.partial import pieces
 from lowcomm.ranks import run_threads
+from lowcomm.runs import last_exchanges
 from lowcomm.settings import ConfigError
-from lowcomm.streaming import Schedule, layer_fragments, parameter_fragments
+from lowcomm.shape import stage_layers
+from lowcomm.streaming import Schedule, fragment_count, layer_fragments, parameter_fragments
 from lowcomm.train import train, train_in_threads
 from lowcomm.trainer import Trainer
 from lowcomm.transport import CommError
@@ -38,6 +43,48 @@ def test_fragments_are_disjoint_and_cover_the_layers(pattern: str, layers: int, 
 def test_patterns_are_those_of_figure_2() -> None:
     assert layer_fragments(6, 2, "sequential") == ((0, 1), (2, 3), (4, 5))
     assert layer_fragments(6, 2, "strided") == ((0, 3), (1, 4), (2, 5))
+
+
+@pytest.mark.parametrize("fragments", ["whole", "slices", "strided", "sequential"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_fragments_are_as_many_as_they_are_counted(fragments: str, size: int) -> None:
+    """Of a model, and of its first, middle and last stage."""
+    config = dataclasses.replace(small_run("diloco_m2").model, layers=5)
+    for stages in (1, 3):
+        for stage in range(stages):
+            model = Decoder(config).cut(stage, stages)
+            layers = len(stage_layers(5, stages, stage))
+            sliced = ("mlp",) if fragments == "slices" else ()
+            names = [p.name for p in pieces(model, 5, sliced, 4)]
+            found = parameter_fragments(names, fragments, size)
+            rest = stage in (0, stages - 1)
+            assert len(found) == fragment_count(fragments, layers, size, slices=4, rest=rest)
+
+
+@pytest.mark.parametrize(
+    ("method", "stages"),
+    [
+        ({"fragments": "strided", "layers_per_fragment": 1}, 1),
+        ({"fragments": "strided", "layers_per_fragment": 1}, 2),
+        ({"fragments": "whole"}, 1),
+        ({"fragments": "slices", "trainable": "slice", "slices": 2, "sliced": ["mlp"]}, 1),
+    ],
+)
+def test_last_exchanges_are_the_last_turns_of_the_engine(method: dict[str, Any], stages: int, corpus: Path) -> None:
+    method = {"sync_every_steps": 7, "close_last_round": False} | method
+    config = small_run("diloco_m2", train={"steps": 20}, method=method, stages=stages)
+
+    def work(world: World) -> list[int]:
+        t = config.train
+        data = TokenData(corpus, seq_len=t.seq_len, global_batch=t.global_batch, seed=0)
+        schedule = Trainer(config, world, data).engine.schedule
+        turns = [(p, s) for s in range(1, t.steps + 1) for p in schedule.turns(s)]
+        return list(dict(turns).values()) if world.stage == 0 else []
+
+    of_engine = run_threads(work, replicas=2, stages=stages)[0]
+    assert sorted(of_engine) == sorted(last_exchanges(config.to_dict()))
+    closed = dataclasses.replace(config, method=dataclasses.replace(config.method, close_last_round=True))
+    assert last_exchanges(closed.to_dict()) == [20]
 
 
 def test_turns_are_those_that_the_paper_names() -> None:
