@@ -135,7 +135,7 @@ def _turns(engine: LocalUpdates) -> list[Turn]:
 
     found = []
     for index, fragment in enumerate(engine.fragments):
-        plain = engine.codec.lossless and m.peers == "all" and m.trainable != "slice"  # a mean in two phases
+        plain = engine.codec.lossless and met == len(everyone) and m.trainable != "slice"  # a mean in two phases
         parts = told(engine.sections[index], engine.codec, index, plain)
         if fragment.outer.needs_peers:
             parts += told([(fragment.numel, everyone)], make_codec("fp32"), index, False)

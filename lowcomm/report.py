@@ -109,6 +109,12 @@ class Comparison:
         """As the function."""
         return verdict(holds, judged=self.judged)
 
+    def unharmed(self, *pairs: tuple[Any, Any]) -> str:
+        """The verdict on a claim that the first of each pair loses nothing to the second: borne out where none does."""
+        told = [self.above(*pair) for pair in pairs]
+        hidden = self.judged and all(t is None for t in told)
+        return self.verdict(True not in told) + (" within the noise" if hidden else "")
+
 
 def si_bytes(nbytes: float) -> str:
     """Bytes in decimal units, three significant digits."""
