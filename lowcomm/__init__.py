@@ -8,3 +8,5 @@ ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
 #: Set by a launcher to its process id: ranks stop when it is gone.
 LAUNCHER_VARIABLE = "LOWCOMM_LAUNCHER"
+#: Seconds that ranks have to write a checkpoint once they are told to stop.
+SAVING_S = 300

@@ -76,7 +76,7 @@ class Op:
         self.ranks = ranks
         self.name = f"{verb} of {agreed} for {purpose!r}"
         self.submitted = self.finished = self.world.clock.now()
-        self.nbytes = self.phases = 0
+        self.nbytes = self.taken = self.phases = 0
         self.handed = self._mark()  # on a GPU: the caller's stream up to here, which the wire's stream awaits
         self.left: torch.cuda.Event | None = None  # and the other way round
 
@@ -158,6 +158,7 @@ class Op:
             consume=consume,
             direct=self.lane == "main" and axis.name == "replica" and axis.size == self.world.size == len(self.ranks),
         )
+        self.taken += sum(x.numel() * x.element_size() for x in taken)
         self.world.clock.sleep_until(self.finished)
         return taken
 
@@ -172,6 +173,7 @@ class Op:
                     self.step,
                     self.ranks,
                     self.nbytes,
+                    self.taken,
                     self.phases,
                     self.submitted,
                     self.finished,

@@ -35,7 +35,9 @@ class TokenData:
         try:
             self.card = json.loads((folder / "card.json").read_text())
         except FileNotFoundError:
-            raise ConfigError(f"no corpus in {folder}: prepare it first (dvc repro data)") from None
+            raise ConfigError(
+                f"no corpus in {folder}: prepare it first (dvc repro data, or lowcomm.data.prepared)"
+            ) from None
         self.seq_len, self.global_batch, self.seed = seq_len, global_batch, seed
         self._train = self._open(folder, "train")
         self._validation = self._open(folder, "validation")

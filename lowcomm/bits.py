@@ -98,9 +98,15 @@ def unpack_bits(packed: Tensor, bits: int) -> Tensor:
 
 
 def refuse_non_finite(x: Tensor, largest: Tensor) -> None:
-    """Raise ValueError for NaN and infinities; `largest`: the greatest magnitude of `x` [n], or a vector of such."""
+    """Raise ValueError for NaN and infinities; `largest`: the greatest magnitude of `x` [n], or a vector of such.
+
+    Also where `largest` is a sum of finite values that is not.
+    """
     if not torch.isfinite(largest).all():
-        at = int((~torch.isfinite(x)).nonzero()[0, 0])
+        bad = (~torch.isfinite(x)).nonzero()
+        if not len(bad):
+            raise ValueError(f"values up to {x.abs().max().item():g} are too large to scale")
+        at = int(bad[0, 0])
         raise ValueError(f"value {at} of {x.numel()} is {x[at].item()}; only finite values can be sent")
 
 

@@ -36,10 +36,12 @@ from lowcomm.sparse import RandomKeep, TopK
 class Codec(Protocol):
     """fp32 [n] -> uint8 [nbytes(n)] and back.
 
+    name: what members of a mean agree on.
     lossless: decode(encode(x)) equals x bit for bit.
     block: shares that begin at multiples of it may be encoded one by one, with the same values; 0 where they may not.
     """
 
+    name: str
     lossless: bool
     block: int
 
@@ -65,6 +67,7 @@ class Cast:
     block = 1
 
     def __init__(self, dtype: torch.dtype):
+        self.name = str(dtype).removeprefix("torch.")
         self.dtype = dtype
         self.lossless = dtype == torch.float32
 
@@ -103,6 +106,7 @@ class SmallFloat:
     def __init__(self, exponent: int, mantissa: int):
         if not 2 <= exponent <= 5 or not 0 <= mantissa <= 7 - exponent:
             raise ValueError(f"e{exponent}m{mantissa} needs 2 to 5 exponent bits and at most 8 bits in all")
+        self.name = f"e{exponent}m{mantissa}"
         self.exponent, self.mantissa, self.bits = exponent, mantissa, 1 + exponent + mantissa
         self.e_min = 2 - 2**exponent
         self.least_scale = 2 - self.e_min + mantissa
@@ -205,6 +209,7 @@ class PowerOfTwo(SmallFloat):
 class Int8:
     """Multiples -127 to 127 of a step; the step is the block's largest magnitude over 127, as fp32."""
 
+    name = "int8"
     lossless = False
     block = BLOCK
 
@@ -233,6 +238,7 @@ class Int8:
 class Sign:
     """A bit a value: plus or minus the block's mean magnitude, which is fp32 and the least squares fit (1-bit SGD)."""
 
+    name = "sign"
     lossless = False
     block = BLOCK
 

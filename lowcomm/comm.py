@@ -74,6 +74,9 @@ class World:
             raise ConfigError(
                 "comm.reduction = native needs processes (torchrun); threads have no backend of their own"
             )
+        link = Link(comm.link_mbit_per_s * 1e6, comm.link_latency_ms * 1e-3)
+        if comm.reduction == "native" and (link != Link() or comm.clock == "virtual"):
+            raise ConfigError("comm.reduction = native knows no link and no virtual clock: the backend moves the bytes")
         self.transport, self.rank, self.size = transport, transport.rank, transport.size
         self.replicas, self.stages = replicas, stages
         self.stage, self.replica = divmod(self.rank, replicas)
@@ -85,7 +88,6 @@ class World:
         self.clock = VirtualClock() if comm.clock == "virtual" else RealClock()
         self.trace = Trace() if comm.trace else None
         self.reduction = comm.reduction
-        link = Link(comm.link_mbit_per_s * 1e6, comm.link_latency_ms * 1e-3)
         grid = torch.arange(self.size).view(stages, replicas)
         self._axes = {
             "replica": AxisState(self, "replica", grid[self.stage].tolist(), link),
@@ -110,6 +112,8 @@ class World:
 
     def mean_async(self, x: Tensor, *, purpose: str, axis: Axis = "replica") -> Handle:
         """Replace contiguous floating `x` by its mean over the axis; leave `x` alone until `wait()`."""
+        if not x.is_floating_point():
+            raise TypeError(f"a mean of {x.dtype} is not of that type; convert to float32, or sum")
         return self._reduce(x, "mean", purpose, axis)
 
     def _reduce(self, x: Tensor, verb: Literal["sum", "mean"], purpose: str, axis: Axis) -> Handle:
@@ -156,14 +160,19 @@ class World:
         are none; all members get all of it, and nobody sends what it does not own. `ahead`: what is not needed yet; it
         holds up no verb that is, and waits for none.
         """
+        if x.dtype != torch.float32 or x.dim() != 1:
+            raise TypeError(f"encoded means are of flat float32 tensors, got {_like(x)}")
+        _check_contiguous(x)
         state = self._axes[axis]
-        members = self._members(state, group)
-        mean = EncodedMean(x, codec, seed, sections or [(x.numel(), members)], members, state.index)
+        members = sorted(self._members(state, group))
+        sections = sections or [(x.numel(), members)]
+        mean = EncodedMean(x, codec, seed, sections, members, state.index)
         if len(members) == 1:
             return self.done(mean.alone())
         lane: Lane = "ahead" if ahead else "main"
         named = self._named(state, "encoded mean", members, lane)
-        return state.submit(named, purpose, _like(x), mean.over, members=members, lane=lane)
+        agreed = f"{_like(x)} in {codec.name}, {zlib.crc32(repr([(n, sorted(o)) for n, o in sections]).encode()):08x}"
+        return state.submit(named, purpose, agreed, mean.over, members=members, lane=lane)
 
     def reduce_scatter(self, x: Tensor, *, purpose: str, axis: Axis = "replica") -> Tensor:
         """The sum over the axis of this rank's share of flat `x` (`accounting.shares`). `x` is scratch after."""
@@ -214,6 +223,7 @@ class World:
 
         The result is a list in group order; shapes may differ between members, dtypes may not.
         """
+        _check_contiguous(x)
         state = self._axes[axis]
         members = self._members(state, group)
         if len(members) == 1:
@@ -229,6 +239,7 @@ class World:
 
     def send_async(self, x: Tensor, to: int, *, purpose: str, axis: Axis = "stage") -> Handle:
         """Send contiguous `x` to index `to`; the tensor may change as soon as `wait()` returns."""
+        _check_contiguous(x)
         state = self._towards(to, axis)
         return state.submit(
             self._message(state, state.index, to),
@@ -241,6 +252,8 @@ class World:
 
     def recv_async(self, source: int, *, purpose: str, axis: Axis = "stage", like: Tensor | None = None) -> Handle:
         """Take the next tensor from index `source`, into `like` where given (shape and dtype are checked)."""
+        if like is not None:
+            _check_contiguous(like)
         state = self._towards(source, axis)
         return state.submit(
             self._message(state, source, state.index),
@@ -287,6 +300,7 @@ class World:
 
     def broadcast(self, x: Tensor, *, purpose: str, axis: Axis = "replica", root: int = 0) -> Tensor:
         """Overwrite contiguous `x` with the root's, sent straight to each; meant for small tensors."""
+        _check_contiguous(x)
         state = self._axes[axis]
         if not 0 <= root < state.size:
             raise ValueError(f"root {root} is not on axis {axis!r} of size {state.size}")
@@ -351,14 +365,18 @@ class World:
     def _check_summable(self, x: Tensor) -> None:
         if x.dtype not in _SUMMED:
             raise TypeError(f"{x.dtype} loses bits when summed; convert to float32 or use a codec")
-        if not x.is_contiguous():
-            raise ValueError(f"reductions work in place on contiguous tensors, got strides {x.stride()}")
+        _check_contiguous(x)
 
     def done(self, value: Any) -> Handle:
         """A handle of something that needs no wait."""
         future: Future = Future()
         future.set_result(value)
         return Handle(self, future, None)
+
+
+def _check_contiguous(x: Tensor) -> None:
+    if not x.is_contiguous():
+        raise ValueError(f"what travels must be contiguous, got a tensor of strides {x.stride()}")
 
 
 def _like(x: Tensor) -> str:

@@ -67,7 +67,9 @@ class EncodedMean:
             from_ = [i for i in source if shared[i]]
             # One share is received in its place, several together.
             into = [(i, _joined(shared[i])) for i in from_]
-            op.swap([(i, _joined(shared[me])) for i in to if shared[me]], into, agreed=True)
+            # Who owns nothing of a section has met nobody yet.
+            met = all(len(part.owners) == len(members) for part in parts if part.in_shares)
+            op.swap([(i, _joined(shared[me])) for i in to if shared[me]], into, agreed=met)
             for i, message in into:
                 if len(shared[i]) > 1:
                     torch._foreach_copy_(shared[i], message.split([s.numel() for s in shared[i]]))

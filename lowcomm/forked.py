@@ -16,6 +16,8 @@ import sys
 import uuid
 from multiprocessing import forkserver
 
+from lowcomm import SAVING_S
+
 
 def main(argv: list[str]) -> int:
     """The number of ranks, then what `lowcomm.train` takes; returns the exit status."""
@@ -40,6 +42,7 @@ def main(argv: list[str]) -> int:
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         max_restarts=0,
+        shutdown_timeout=SAVING_S,
         start_method="spawn" if torch.cuda.device_count() else "forkserver",
     )
     try:

@@ -1,6 +1,6 @@
 """Start a training run from a notebook or a script, watch it live, and fail when it fails.
 
-`launch` runs `torchrun -m lowcomm.train` as a child, shows a progress bar with the loss as a line while
+`launch` runs `lowcomm.forked` (torchrun's agent) as a child, shows a progress bar with the loss as a line while
 it trains, and raises with the tail of the log if any rank fails. If the launcher dies, the ranks
 notice, write a checkpoint and stop.
 """
@@ -21,7 +21,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from lowcomm import BUILD, LAUNCHER_VARIABLE, ROOT
+from lowcomm import BUILD, LAUNCHER_VARIABLE, ROOT, SAVING_S
 from lowcomm.config import RunConfig
 from lowcomm.metrics import MADE_WITH, clear_run, complete, loss_metrics, made_with, strangers
 from lowcomm.params import data_dir, overrides, run_config, run_dir, run_points, times_dir
@@ -150,14 +150,15 @@ def _train(jobs: list[_Job], words: list[str], log_path: Path) -> None:
         if child.poll() is None:  # interrupted: let the ranks write their checkpoint
             child.send_signal(signal.SIGTERM)
             try:
-                child.wait(60)
+                child.wait(SAVING_S + 10)
             except subprocess.TimeoutExpired:
                 os.killpg(child.pid, signal.SIGKILL)
     missing = [job.title for job in jobs if not (job.out / "summary.json").exists()]
     if child.returncode or missing:
         told = _told(log_path.read_text().splitlines())
         title = missing[0] if missing else jobs[-1].title
-        raise LaunchError(f"{title} failed with exit code {child.returncode}; {log_path}:\n{told}")
+        what = f"failed with exit code {child.returncode}" if child.returncode else "was stopped before its end"
+        raise LaunchError(f"{title} {what}; {log_path}:\n{told}")
 
 
 def _clear(job: _Job, source: str, *, keep: bool) -> None:
@@ -215,6 +216,12 @@ def _digest(config: RunConfig) -> str:
     return hashlib.sha256(json.dumps(config.to_dict(), sort_keys=True).encode()).hexdigest()
 
 
+def _name_of(folder: Path) -> str | None:
+    """Name of the run that is complete in a folder; None where none is."""
+    summary = folder / "summary.json"
+    return json.loads(summary.read_text())["run"]["name"] if summary.exists() else None
+
+
 def launch_all(
     run: str,
     *,
@@ -228,13 +235,17 @@ def launch_all(
     Args: as `launch`; `out` holds a folder for each variant and seed.
 
     What an earlier call left is trained anew, unless that call was interrupted and source, corpus and the settings of a
-    point are the same: then this one goes on where it stopped. Raises as `launch`.
+    point are the same: then this one goes on where it stopped. Variants and seeds that the run no longer has are
+    removed, and named. Raises as `launch`, and LaunchError where `out` holds other runs.
     """
     settings = settings or []
     points = run_points(run, scale=scale, **overrides(settings))
     scale = points[0].scale
     root = out or BUILD / "runs" / scale / run
     jobs = [_Job(config, run_dir(config, root)) for config in points]
+    others = {mark.parent for mark in root.rglob(MADE_WITH)} - {job.out for job in jobs}
+    if foreign := sorted(str(folder.relative_to(root)) for folder in others if _name_of(folder) not in (run, None)):
+        raise LaunchError(f"{root} holds runs that are none of {run}'s: {', '.join(foreign)}; choose another folder")
     card = (data or data_dir(points[0].data.corpus, scale)) / "card.json"
     source = source_digest()
     corpus = hashlib.sha256(card.read_bytes()).hexdigest() if card.exists() else "no corpus"
@@ -242,14 +253,14 @@ def launch_all(
     marker = root / _UNFINISHED
     begun = set(marker.read_text().splitlines()) if marker.exists() else set()
     for job in jobs:
-        unfinished = complete(job.out, job.config, source) or not (job.out / "summary.json").exists()
-        _clear(job, source, keep=made_from[job.out] in begun and unfinished)
-    for mark in list(root.rglob(MADE_WITH)):  # of variants and seeds that params.yaml no longer has
-        if mark.parent not in {job.out for job in jobs}:
-            clear_run(mark.parent)
-            for folder in (mark.parent, mark.parent.parent):
-                if folder != root and not any(folder.iterdir()):
-                    folder.rmdir()
+        usable = complete(job.out, job.config, source) or not (job.out / "summary.json").exists()
+        _clear(job, source, keep=made_from[job.out] in begun and usable)
+    for gone in others:
+        print(f"{gone.relative_to(root)} is no variant and seed of {run} any more: removed")
+        clear_run(gone)
+        for folder in (gone, gone.parent):
+            if folder != root and not any(folder.iterdir()):
+                folder.rmdir()
     root.mkdir(parents=True, exist_ok=True)
     marker.write_text("".join(f"{line}\n" for line in made_from.values()))
     words = [run, "--scale", scale, "--all"] + [w for s in settings for w in ("--set", s)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+import queue
 import threading
 import zlib
 from collections import deque
@@ -62,8 +63,11 @@ class ProcessTransport:
             world_size=self.size,
             timeout=self.timeout,
         )
-        self._posted: deque = deque()  # buffered sends still under way: (work, tensors kept alive, dst)
-        self._lock = threading.Lock()
+        #: Buffered sends that may be under way, None at the end: (work, the tensor that it reads, destination).
+        self._posted: queue.SimpleQueue[tuple[dist.Work, Tensor, int] | None] = queue.SimpleQueue()
+        self._reaper = threading.Thread(target=self._reap, name="sent", daemon=True)
+        self._lost: CommError | None = None  # the first of them that failed
+        self._reaper.start()
         self._pieces: dict[tuple[int, int], Tensor] = {}  # (channel, sources) -> room for the pieces on their way
 
     def _wait(self, work: dist.Work, what: str) -> None:
@@ -110,8 +114,7 @@ class ProcessTransport:
         headers = [torch.empty(HEADER_BYTES, dtype=torch.uint8) for _ in into]
         header_works = [self._expect(src, h, channel) for (src, _, _), h in zip(into, headers, strict=True) if not bare]
         early = [None if x is None else expect(src, x) for src, x, _ in into]
-        pieces = self._take_pieces(channel, [src for src, _, _ in into], into[0][1]) if in_pieces else iter([])
-        next(pieces, None)
+        pieces = self._take_pieces(channel, [src for src, _, _ in into], into[0][1]) if in_pieces else iter(())
         sends = []
         for dst, header, payload in out:
             if not bare:
@@ -141,17 +144,25 @@ class ProcessTransport:
             self._swap_on_gpus([(d, x) for d, _, x in out], [(src, x) for src, x, _ in arriving])
         if consume and on_gpu:
             consume(0, arriving[0][1].numel(), [x for _, x, _ in arriving])
-        if buffered:
-            with self._lock:
-                self._posted.extend(sends)
-                late = [self._posted.popleft() for _ in range(len(self._posted) - 64)]
-        else:
-            late = sends
-        for work, _, dst in late:
-            self._wait(work, f"sending to rank {dst}")
+        for send in sends:
+            if buffered:
+                self._posted.put(send)
+            else:
+                self._wait(send[0], f"sending to rank {send[2]}")
+        if self._lost is not None:
+            raise self._lost
+
+    def _reap(self) -> None:
+        """Let go of what was sent as soon as it is taken."""
+        while (send := self._posted.get()) is not None:
+            try:
+                self._wait(send[0], f"sending to rank {send[2]}")
+            except CommError as error:
+                self._lost = self._lost or error
+            del send
 
     def _take_pieces(self, channel: int, sources: list[int], like: Tensor) -> Iterator[tuple[int, int, list[Tensor]]]:
-        """Expect payloads shaped as `like`; after the first `next`, yields their pieces as they come."""
+        """Expect payloads shaped as `like`: their pieces, as they come."""
         key = channel, len(sources)
         if key not in self._pieces:
             self._pieces[key] = torch.empty(PIECES_AHEAD, len(sources), PIECE_BYTES, dtype=torch.uint8)
@@ -166,14 +177,17 @@ class ProcessTransport:
             tag = _tag(channel, like)
             return [self._expect(src, x, tag) for src, x in zip(sources, room(k), strict=True)]
 
-        coming = deque(expect(k) for k in range(min(PIECES_AHEAD, len(spans))))
-        yield 0, 0, []
-        for k, (begin, end) in enumerate(spans):
-            for src, work in zip(sources, coming.popleft(), strict=True):
-                self._wait(work, f"waiting for rank {src}")
-            yield begin, end, [x.view(like.dtype) for x in room(k)]
-            if k + PIECES_AHEAD < len(spans):
-                coming.append(expect(k + PIECES_AHEAD))
+        coming = deque(expect(k) for k in range(min(PIECES_AHEAD, len(spans))))  # now, not when the first is asked for
+
+        def pieces() -> Iterator[tuple[int, int, list[Tensor]]]:
+            for k, (begin, end) in enumerate(spans):
+                for src, work in zip(sources, coming.popleft(), strict=True):
+                    self._wait(work, f"waiting for rank {src}")
+                yield begin, end, [x.view(like.dtype) for x in room(k)]
+                if k + PIECES_AHEAD < len(spans):
+                    coming.append(expect(k + PIECES_AHEAD))
+
+        return pieces()
 
     def _swap_on_gpus(self, out: list[tuple[int, Tensor]], into: list[tuple[int, Tensor]]) -> None:
         # One group, because NCCL's sends and receives between a pair block each other otherwise.
@@ -209,6 +223,8 @@ class ProcessTransport:
             self.note("abort", reason)
 
     def close(self) -> None:
-        for work, _, dst in self._posted:
-            self._wait(work, f"sending to rank {dst}")
+        self._posted.put(None)
+        self._reaper.join()
         dist.destroy_process_group()
+        if self._lost is not None:
+            raise self._lost

@@ -5,7 +5,7 @@ is computing, and is kept; what the wire takes is worked out anew, with the link
 
     finished = max(wire free, all members have submitted) + phases * latency + 8 S / rate
 
-where S are the bytes that the rank sent in the verb, which for the collectives here are also those that it took. A
+where S are the bytes that the rank sent in the verb, or those that it took, if more. A
 phase is one swap of messages: a mean is two, of shares and of their sums. A message from one rank to another leaves its
 sender free, and arrives
 
@@ -175,5 +175,5 @@ def _finish(
     """When a verb has arrived at the rank of `span`."""
     takes = np.zeros_like(rate)
     if span.axis != "world":
-        takes = span.phases * latency_s + 8 * span.nbytes / rate
+        takes = span.phases * latency_s + 8 * max(span.nbytes, span.taken) / rate
     return timeline.add((span.axis, span.rank), takes, submitted.values())

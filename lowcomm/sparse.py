@@ -19,6 +19,7 @@ class TopK:
     block = 0
 
     def __init__(self, keep: float):
+        self.name = f"the largest {keep:g}"
         self.keep = keep
 
     def encode(self, x: Tensor, seed: int = 0) -> Tensor:
@@ -58,6 +59,7 @@ class RandomKeep:
     block = 0
 
     def __init__(self, keep: float, scale: float):
+        self.name = f"a random {keep:g}, times {scale:g}"
         self.keep, self.scale = keep, scale
 
     def _places(self, numel: int, seed: int, device: torch.device) -> Tensor:

@@ -42,7 +42,7 @@ def _launcher_is_gone() -> bool:
         return False
     try:
         os.kill(int(pid), 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, PermissionError):  # gone, its number perhaps somebody else's by now
         return True
     return False
 

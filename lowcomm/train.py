@@ -218,7 +218,7 @@ def _finish(trainer: Trainer, checkpoints: Checkpoints, out: Path, times: Path) 
         peak = torch.cuda.max_memory_allocated(world.device) if world.device.type == "cuda" else resident
         done = {"seconds": seconds, "tokens_per_s": tokens / seconds, "peak_memory_bytes": peak}
         if world.trace is not None:
-            done["utilisation"] = world.trace.utilisation(world.clock.since_start())
+            done["utilisation"] = world.trace.utilisation(world.clock.started, world.clock.now())
         (times / "times.json").write_text(json.dumps(done, indent=1) + "\n")
         for old in times.glob("elapsed-*.json"):
             old.unlink()

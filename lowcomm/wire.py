@@ -88,9 +88,10 @@ class RealClock:
     def start(self, earlier: float = 0.0) -> None:
         self._earlier, self._origin = earlier, self.now()
 
-    def since_start(self) -> float:
-        """Seconds since `start`."""
-        return self.now() - self._origin
+    @property
+    def started(self) -> float:
+        """The instant of `start`."""
+        return self._origin
 
     def sleep_until(self, instant: float) -> None:
         if instant > (now := self.now()):
@@ -131,7 +132,8 @@ class Span:
     purpose: str
     step: int
     ranks: tuple[int, ...]  # that take part
-    nbytes: int
+    nbytes: int  # sent
+    taken: int  # bytes
     phases: int  # swaps of messages, one after the other
     submitted: float  # handed to the wire
     finished: float  # all of it arrived
@@ -145,10 +147,7 @@ class Trace:
     def __init__(self) -> None:
         self.spans: list[Span] = []
 
-    def wait_seconds(self) -> float:
-        """Seconds the rank stood still for the wire."""
-        return sum(s.left_wait - s.entered_wait for s in self.spans)
-
-    def utilisation(self, elapsed: float) -> float:
-        """Share of `elapsed` seconds spent computing."""
-        return 1 - self.wait_seconds() / elapsed if elapsed else 1.0
+    def utilisation(self, begin: float, end: float) -> float:
+        """Share of the time from `begin` to `end`, on the rank's clock, in which it did not wait for the wire."""
+        waits = (min(s.left_wait, end) - max(s.entered_wait, begin) for s in self.spans)
+        return 1 - sum(w for w in waits if w > 0) / (end - begin) if end > begin else 1.0

@@ -85,6 +85,14 @@ def native(world: World, folder: Path) -> list[float]:
     return world.mean(_random(world, 1001), purpose="mean").tolist()
 
 
+def many_messages(world: World, folder: Path) -> list[float]:
+    """Each sends the other far more than it takes meanwhile."""
+    other = 1 - world.rank
+    for k in range(100):
+        world.send_async(torch.full((1000,), float(k)), other, purpose="x", axis="route").wait()
+    return [world.recv_async(other, purpose="x", axis="route").wait()[0].item() for _ in range(100)]
+
+
 def shapes_disagree(world: World, folder: Path) -> None:
     world.mean(torch.zeros(4 + world.rank), purpose="outer")
 

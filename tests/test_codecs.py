@@ -219,6 +219,11 @@ def test_topk_keeps_the_largest_and_dropout_and_dare_what_the_seed_says() -> Non
         assert not torch.equal(a, c)
 
 
+def test_what_is_too_large_for_a_scale_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"values up to 3e\+38 are too large to scale"):
+        make_codec("sign").encode(torch.full((300,), 3e38))
+
+
 def test_unknown_names_are_refused() -> None:
     with pytest.raises(ValueError, match="no codec named 'e3m1x'; did you mean 'e3m1'"):
         make_codec("e3m1x")

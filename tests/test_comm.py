@@ -8,13 +8,14 @@ import re
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from lowcomm import ROOT
-from lowcomm.accounting import encoded_mean_bytes, mean_bytes, ring_seconds, shares
+from lowcomm.accounting import encoded_mean_bytes, encoded_mean_in_shares, mean_bytes, ring_seconds, shares
 from lowcomm.codecs import make_codec
 from lowcomm.comm import World
 from lowcomm.config import CommConfig
@@ -23,7 +24,7 @@ from lowcomm.ranks import run_threads
 from lowcomm.settings import ConfigError
 from lowcomm.threads import ThreadHub, ThreadTransport
 from lowcomm.transport import CommError
-from lowcomm.wire import VirtualClock
+from lowcomm.wire import Span, Trace, VirtualClock
 from tests.harness import as_processes, as_threads
 
 
@@ -107,6 +108,86 @@ def test_native_reductions_agree_to_rounding(tmp_path: Path) -> None:
     assert native == ours
     with pytest.raises(ConfigError, match="native needs processes"):
         as_threads("native", 2, tmp_path, reduction="native")
+    for unknown in ({"link_mbit_per_s": 10.0}, {"link_latency_ms": 1.0}, {"clock": "virtual"}):
+        with pytest.raises(Exception, match="native knows no link and no virtual clock"):
+            as_processes("native", 2, tmp_path, reduction="native", **unknown)
+
+
+def test_messages_wait_for_their_receiver_and_not_their_sender(tmp_path: Path) -> None:
+    assert as_threads("many_messages", 2, tmp_path) == [[float(k) for k in range(100)]] * 2
+    assert as_processes("many_messages", 2, tmp_path) == [[float(k) for k in range(100)]] * 2
+
+
+@pytest.mark.parametrize(
+    ("verb", "message"),
+    [
+        (lambda w: w.mean(torch.ones(4, dtype=torch.int64), purpose="x"), "a mean of torch.int64 is not of that type"),
+        (lambda w: w.sum(torch.ones(4, dtype=torch.bfloat16), purpose="x"), "loses bits when summed"),
+        (lambda w: w.sum(torch.ones(4, 4).T[:2], purpose="x"), "must be contiguous"),
+        (lambda w: w.exchange(torch.ones(4, 4)[:, :2], purpose="x"), "must be contiguous"),
+        (lambda w: w.send(torch.ones(4, 4)[:, :2], 1 - w.rank, purpose="x", axis="route"), "must be contiguous"),
+        (lambda w: w.broadcast(torch.ones(4, 4)[:, :2], purpose="x"), "must be contiguous"),
+        (
+            lambda w: w.encoded_mean_async(torch.ones(4, 4), make_codec("e3m0"), purpose="x").wait(),
+            r"encoded means are of flat float32 tensors, got float32\[4, 4\]",
+        ),
+    ],
+)
+def test_what_cannot_travel_is_refused_before_anything_does(verb: Callable, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        run_threads(verb, replicas=2)
+
+
+def test_members_that_disagree_on_codec_or_owners_find_out() -> None:
+    """Their messages are as long as each other's."""
+
+    def codecs(world: World) -> None:
+        codec = make_codec(("e3m0", "e2m1")[world.rank])
+        world.encoded_mean_async(torch.ones(1000), codec, purpose="x").wait()
+
+    with pytest.raises(CommError, match=r"is in encoded mean #0 of float32\[1000\] in e(3m0|2m1)"):
+        run_threads(codecs, replicas=2)
+
+    def owners(world: World) -> None:
+        sections = [(500, [0, 1]), (500, [0, 1] if world.rank else [1, 0, 2])]
+        world.encoded_mean_async(torch.ones(1000), make_codec("fp32"), purpose="x", sections=sections).wait()
+
+    with pytest.raises(CommError, match="is in encoded mean #0"):
+        run_threads(owners, replicas=3)
+
+
+def test_who_owns_nothing_finds_out_too_that_it_is_out_of_step() -> None:
+    """Owners sum in shares and meet each other first; the third replica takes nothing but their sums."""
+    sections, codec = [(600, [0, 1])], make_codec("fp32")
+    assert encoded_mean_in_shares(600, codec, 3, 2)
+
+    def work(world: World) -> None:
+        purposes = ("first", "second") if world.rank < 2 else ("second",)
+        for purpose in purposes:
+            world.encoded_mean_async(torch.ones(600), codec, purpose=purpose, sections=sections).wait()
+
+    with pytest.raises(CommError, match="is in encoded mean #0 .* for 'first'|is in encoded mean #0 .* for 'second'"):
+        run_threads(work, replicas=3)
+
+
+def test_the_order_in_which_a_group_is_named_changes_nothing() -> None:
+    def work(world: World) -> list[float]:
+        x = torch.randn(999, generator=torch.Generator().manual_seed(world.rank))
+        group = [0, 1, 2] if world.rank else [2, 1, 0]
+        return world.encoded_mean_async(x, make_codec("fp32"), purpose="x", group=group).wait().tolist()
+
+    results = run_threads(work, replicas=3)
+    assert results[0] == results[1] == results[2]
+
+
+def test_utilisation_counts_no_wait_from_before_the_start() -> None:
+    trace = Trace()
+    known = {"rank": 0, "axis": "replica", "verb": "v", "purpose": "p", "step": 1, "ranks": (0, 1), "phases": 1}
+    for entered, left in ((0.0, 5.0), (9.0, 12.0), (14.0, 15.0)):
+        trace.spans.append(
+            Span(**known, nbytes=1, taken=1, submitted=entered, finished=left, entered_wait=entered, left_wait=left)
+        )
+    assert trace.utilisation(10.0, 20.0) == 1 - (2.0 + 1.0) / 10
 
 
 @pytest.mark.parametrize(

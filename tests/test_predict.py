@@ -262,7 +262,7 @@ def _spans(rank: int, steps: list[int]) -> list[Span]:
         now += 1.0
         if step in steps:
             done = now + 0.5
-            found.append(Span(rank, "replica", f"mean #{step}", "outer", step, (0, 1), 8, 2, now, done, now, done))
+            found.append(Span(rank, "replica", f"mean #{step}", "outer", step, (0, 1), 8, 8, 2, now, done, now, done))
             now = done
     return found
 

@@ -22,6 +22,7 @@ from tests.conftest import small_run
 def _span(rank: int, number: int, submitted: float, finished: float, entered: float, **other: Any) -> Span:
     left = max(entered, finished)
     known = {"axis": "replica", "ranks": (0, 1), "verb": f"mean #{number}", "nbytes": 125_000_000, "phases": 2}
+    known |= {"taken": 125_000_000}
     return Span(
         rank=rank, purpose="outer", step=0, submitted=submitted, finished=finished, entered_wait=entered,
         left_wait=left, **known | other
@@ -41,6 +42,13 @@ def test_two_ranks_by_hand() -> None:
     assert np.allclose(late.seconds, [7])
     dragging = replay(traces, [1.0], slowdown=[1.0, 2.0])
     assert np.allclose(dragging.seconds, [8])
+
+
+def test_who_only_takes_is_as_long_at_it() -> None:
+    """Rank 1 sends nothing of a broadcast of 1 Gbit."""
+    traces = [[_span(0, 0, 0.0, 1.0, 0.0, taken=0)], [_span(1, 0, 0.0, 1.0, 0.0, nbytes=0)]]
+    assert np.allclose(replay(traces, [1.0, 0.5]).utilisation, 0)
+    assert np.allclose(replay(traces, [1.0, 0.5]).seconds, [1, 2])
 
 
 def test_a_wire_serves_in_order_and_a_verb_waits_for_all() -> None:
