@@ -127,9 +127,9 @@ def test_a_sweep_is_trained_whole_and_goes_on_where_it_was_interrupted(corpus: P
     assert sorted(p.name for p in out.iterdir()) == sorted(NAMES)
 
 
-def test_a_sweep_leaves_other_runs_alone(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    made = {"scale": "smoke", "settings": SETTINGS, "data": corpus}
-    launch("diloco_m2", **made, out=tmp_path / "mine", times=tmp_path.with_name("times"))
+def test_a_sweep_leaves_other_runs_alone(corpus: Path, tmp_path: Path) -> None:
+    folders = {"out": tmp_path / "mine", "times": tmp_path.with_name("times"), "data": corpus}
+    launch("diloco_m2", scale="smoke", settings=SETTINGS, **folders)
     with pytest.raises(LaunchError, match="holds runs that are none of data_parallel's: mine; choose another folder"):
         launch_all("data_parallel", scale="smoke", settings=["data.corpus=docstrings"], data=corpus, out=tmp_path)
     assert (tmp_path / "mine" / "model.safetensors").exists()

@@ -44,8 +44,8 @@ def pipeline_of(stage: Decoder, world: World, **override: Any) -> Pipeline:
         "micro_batches": 4,
         "routing": "fixed",
         "seed": 0,
+        "autocast": lambda: torch.autocast("cpu", enabled=False),
     }
-    usual["autocast"] = lambda: torch.autocast("cpu", enabled=False)
     return Pipeline(Boundary(stage, BoundaryConfig(), 0), world, **usual | override)
 
 
