@@ -171,7 +171,7 @@ class World:
             return self.done(mean.alone())
         lane: Lane = "ahead" if ahead else "main"
         named = self._named(state, "encoded mean", members, lane)
-        agreed = f"{_like(x)} in {codec.name}, {zlib.crc32(repr([(n, sorted(o)) for n, o in sections]).encode()):08x}"
+        agreed = f"{_like(x)} in {codec.name}, {_digest([(n, sorted(owners)) for n, owners in sections])}"
         return state.submit(named, purpose, agreed, mean.over, members=members, lane=lane)
 
     def reduce_scatter(self, x: Tensor, *, purpose: str, axis: Axis = "replica") -> Tensor:
@@ -287,7 +287,7 @@ class World:
         """What members call a verb: numbered, so that ranks out of step find out."""
         among = ""
         if members is not None and len(members) < state.size:
-            among = f" among {len(members)}, {zlib.crc32(repr(members).encode()):08x}"
+            among = f" among {len(members)}, {_digest(members)}"
         return f"{verb}{'' if lane == 'main' else ' ahead'} #{state.number((lane, among))}{among}"
 
     def _towards(self, index: int, axis: Axis) -> AxisState:
@@ -377,6 +377,10 @@ class World:
 def _check_contiguous(x: Tensor) -> None:
     if not x.is_contiguous():
         raise ValueError(f"what travels must be contiguous, got a tensor of strides {x.stride()}")
+
+
+def _digest(value: Any) -> str:
+    return f"{zlib.crc32(repr(value).encode()):08x}"
 
 
 def _like(x: Tensor) -> str:

@@ -12,11 +12,23 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import os
+import signal
 import sys
 import uuid
 from multiprocessing import forkserver
+from typing import Any
 
 from lowcomm import SAVING_S
+
+
+def _pass_on(number: int, _: Any) -> None:
+    """Tell the ranks, which write a checkpoint and return; the agent would wait in vain, and then kill them."""
+    ranks = multiprocessing.active_children()
+    for rank in ranks:
+        os.kill(rank.pid, signal.SIGTERM)
+    if not ranks:
+        sys.exit(128 + number)
 
 
 def main(argv: list[str]) -> int:
@@ -34,6 +46,8 @@ def main(argv: list[str]) -> int:
 
     from lowcomm.train import main as train
 
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _pass_on)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -43,6 +57,7 @@ def main(argv: list[str]) -> int:
         rdzv_endpoint="localhost:0",
         max_restarts=0,
         shutdown_timeout=SAVING_S,
+        signals_to_handle="SIGHUP,SIGQUIT",
         start_method="spawn" if torch.cuda.device_count() else "forkserver",
     )
     try:

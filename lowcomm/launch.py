@@ -11,11 +11,13 @@ import hashlib
 import html
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -124,41 +126,81 @@ class _Job:
         return f"{c.name}, {c.variant}, seed {c.seed}" if c.variant else f"{c.name}, seed {c.seed}"
 
 
-def _train(jobs: list[_Job], words: list[str], log_path: Path) -> None:
-    """Train `jobs`, which have as many ranks each, in one `lowcomm.forked`; `words` are for `lowcomm.train`."""
-    command = [sys.executable, "-m", "lowcomm.forked", str(jobs[0].config.ranks), *words]
-    environment = os.environ | _KEEP_MEMORY | {"OMP_NUM_THREADS": "1", LAUNCHER_VARIABLE: str(os.getpid())}
-    environment["PYTHONPATH"] = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p)
-    log_path.parent.mkdir(parents=True, exist_ok=True)
-    with log_path.open("w") as log:
-        child = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """Jobs of as many ranks each, which one `lowcomm.forked` trains in turn; `words` are for `lowcomm.train`."""
+
+    jobs: list[_Job]
+    words: list[str]
+    log_path: Path
+
+    def start(self) -> subprocess.Popen:
+        command = [sys.executable, "-m", "lowcomm.forked", str(self.jobs[0].config.ranks), *self.words]
+        environment = os.environ | _KEEP_MEMORY | {"OMP_NUM_THREADS": "1", LAUNCHER_VARIABLE: str(os.getpid())}
+        environment["PYTHONPATH"] = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p)
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with self.log_path.open("w") as log:
+            streams = {"stdout": log, "stderr": subprocess.STDOUT}
+            return subprocess.Popen(command, env=environment, start_new_session=True, **streams)
+
+    def check(self, returncode: int) -> None:
+        """Raise LaunchError if it failed, or ended before all was trained."""
+        missing = [job.title for job in self.jobs if not (job.out / "summary.json").exists()]
+        if returncode or missing:
+            told = _told(self.log_path.read_text().splitlines())
+            title = missing[0] if missing else self.jobs[-1].title
+            what = f"failed with exit code {returncode}" if returncode else "was stopped before its end"
+            raise LaunchError(f"{title} {what}; {self.log_path}:\n{told}")
+
+
+def _train(parts: list[_Part]) -> None:
+    """Train all parts side by side; where one fails, the others write their checkpoints and stop."""
+    children = [part.start() for part in parts]
+    rows = zip_longest(*([(job, child) for job in part.jobs] for part, child in zip(parts, children, strict=True)))
+    watched = [pair for row in rows for pair in row if pair is not None]
     live = None
     try:
-        for number, job in enumerate(jobs, 1):
-            count = f" ({number} of {len(jobs)})" if len(jobs) > 1 else ""
+        for number, (job, child) in enumerate(watched, 1):
+            if _failed(children):
+                break
+            count = f" ({number} of {len(watched)})" if len(watched) > 1 else ""
             live = _Live(job.title + count, job.config.train.steps)
             tail = _Tail(loss_metrics(job.out, job.config))
-            while child.poll() is None and not (job.out / "summary.json").exists():
+            while child.poll() is None and not (job.out / "summary.json").exists() and not _failed(children):
                 time.sleep(0.1)
                 live.show(tail.rows())
             live.show(tail.rows())
             live.close()
-        child.wait()
+        while any(child.poll() is None for child in children) and not _failed(children):
+            time.sleep(0.1)
+        failed = _failed(children)
     finally:
         if live is not None:
             live.close()
-        if child.poll() is None:  # interrupted: let the ranks write their checkpoint
-            child.send_signal(signal.SIGTERM)
-            try:
-                child.wait(SAVING_S + 10)
-            except subprocess.TimeoutExpired:
-                os.killpg(child.pid, signal.SIGKILL)
-    missing = [job.title for job in jobs if not (job.out / "summary.json").exists()]
-    if child.returncode or missing:
-        told = _told(log_path.read_text().splitlines())
-        title = missing[0] if missing else jobs[-1].title
-        what = f"failed with exit code {child.returncode}" if child.returncode else "was stopped before its end"
-        raise LaunchError(f"{title} {what}; {log_path}:\n{told}")
+        _stop([child for child in children if child.poll() is None])
+    for part, child in zip(parts, children, strict=True):
+        if child in (failed or children):
+            part.check(child.returncode)
+
+
+def _failed(children: list[subprocess.Popen]) -> list[subprocess.Popen]:
+    return [child for child in children if child.poll()]
+
+
+def _stop(children: list[subprocess.Popen]) -> None:
+    """Let the ranks write their checkpoints; end those that take too long."""
+    for child in children:
+        child.send_signal(signal.SIGTERM)
+    for child in children:
+        try:
+            child.wait(SAVING_S + 10)
+        except subprocess.TimeoutExpired:
+            os.killpg(child.pid, signal.SIGKILL)
+
+
+def _side_by_side(ranks: int) -> int:
+    """How many runs of so many ranks the cores carry at once; one where there are GPUs, which they would share."""
+    return 1 if shutil.which("nvidia-smi") else max(1, (os.cpu_count() or 1) // ranks)
 
 
 def _clear(job: _Job, source: str, *, keep: bool) -> None:
@@ -204,7 +246,8 @@ def launch(
     (job.out / "summary.json").unlink(missing_ok=True)
     words = [run, "--scale", config.scale, "--seed", str(config.seed)] + (["--variant", variant] if variant else [])
     folders = ["--out", str(job.out), "--times", str(times), "--data", str(data)]
-    _train([job], words + folders + [w for s in settings for w in ("--set", s)], times / "log.txt")
+    words += folders + [w for s in settings for w in ("--set", s)]
+    _train([_Part([job], words, times / "log.txt")])
     return json.loads((job.out / "summary.json").read_text())
 
 
@@ -230,7 +273,9 @@ def launch_all(
     out: Path | None = None,
     data: Path | None = None,
 ) -> list[dict[str, Any]]:
-    """Train all variants and seeds of a run under torchrun, one after the other; returns their summaries in order.
+    """Train all variants and seeds of a run under torchrun; returns their summaries in order.
+
+    As many at once as there are cores for their ranks, and one after the other where there are GPUs.
 
     Args: as `launch`; `out` holds a folder for each variant and seed.
 
@@ -265,10 +310,14 @@ def launch_all(
     marker.write_text("".join(f"{line}\n" for line in made_from.values()))
     words = [run, "--scale", scale, "--all"] + [w for s in settings for w in ("--set", s)]
     words += (["--out", str(out)] if out else []) + (["--data", str(data)] if data else [])
-    log_path = (out.with_name(f"{out.name}-log") if out else BUILD / "times" / scale / "runs" / run) / "log.txt"
+    logs = out.with_name(f"{out.name}-log") if out else BUILD / "times" / scale / "runs" / run
     for ranks in sorted({c.ranks for c in points}):
-        some = [j for j in jobs if j.config.ranks == ranks and not (j.out / "summary.json").exists()]
-        if some:
-            _train(some, words, log_path)
+        equal, count = [job for job in jobs if job.config.ranks == ranks], _side_by_side(ranks)
+        parts = []
+        for index in range(count):
+            todo = [job for job in equal[index::count] if not (job.out / "summary.json").exists()]
+            if todo:
+                parts.append(_Part(todo, [*words, "--part", f"{index}/{count}"], logs / f"log-{ranks}-{index}.txt"))
+        _train(parts)
     marker.unlink()
     return [json.loads((job.out / "summary.json").read_text()) for job in jobs]

@@ -8,10 +8,12 @@ a peer has begun it, so nobody is left waiting.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 
 import torch
 
@@ -24,7 +26,8 @@ requested = threading.Event()
 _POLL_S = 0.1
 
 
-def stop_on_signals() -> None:
+@contextlib.contextmanager
+def stopping_on_signals() -> Iterator[None]:
     """Let SIGTERM, and the first Ctrl-C, ask for a stop (main thread only)."""
 
     def interrupted(*_: object) -> None:
@@ -32,8 +35,13 @@ def stop_on_signals() -> None:
             raise KeyboardInterrupt
         requested.set()
 
-    signal.signal(signal.SIGTERM, lambda *_: requested.set())
-    signal.signal(signal.SIGINT, interrupted)
+    handlers = {signal.SIGTERM: lambda *_: requested.set(), signal.SIGINT: interrupted}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _launcher_is_gone() -> bool:

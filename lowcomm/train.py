@@ -21,6 +21,7 @@ import logging
 import math
 import os
 import platform
+import re
 import resource
 import sys
 import traceback
@@ -41,7 +42,7 @@ from lowcomm.metrics import MADE_WITH, Metrics, clear_run, complete, read_metric
 from lowcomm.ranks import run_threads, world_from_torchrun
 from lowcomm.settings import ConfigError
 from lowcomm.source import source_digest
-from lowcomm.stop import StopAgreement, requested, stop_between_runs, stop_on_signals
+from lowcomm.stop import StopAgreement, requested, stop_between_runs, stopping_on_signals
 from lowcomm.trainer import Trainer
 
 log = logging.getLogger("lowcomm")
@@ -229,9 +230,19 @@ def _finish(trainer: Trainer, checkpoints: Checkpoints, out: Path, times: Path) 
     return summary
 
 
+def _part(text: str) -> tuple[int, int]:
+    """(I, N) of "I/N"."""
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    if not found or not int(found[1]) < int(found[2]):
+        raise argparse.ArgumentTypeError(f"{text!r} is no part I/N, with I from 0 to N - 1")
+    return int(found[1]), int(found[2])
+
+
 def _jobs(args: argparse.Namespace) -> list[tuple[RunConfig, Path, Path, Path]]:
     """(configuration, run folder, folder for times, corpus) of everything that the command line asks for."""
     override = params.overrides(args.set)
+    if args.part and not args.all:
+        raise ConfigError("--part means nothing without --all")
     if args.all:
         if args.variant or args.seed is not None or args.times:
             raise ConfigError("--all trains every variant and seed: --variant, --seed and --times mean nothing with it")
@@ -242,6 +253,8 @@ def _jobs(args: argparse.Namespace) -> list[tuple[RunConfig, Path, Path, Path]]:
             if not some:
                 raise ConfigError(f"no point of run {args.run} has {ranks} ranks (replicas x stages)")
             configs = some
+        index, parts = args.part or (0, 1)
+        configs = configs[index::parts]
     else:
         configs = [
             params.run_config(args.run, variant=args.variant, seed=args.seed, scale=args.scale, **override),
@@ -270,6 +283,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m lowcomm.train", description=__doc__.split("\n")[0])
     parser.add_argument("run", help="a run of params.yaml")
     parser.add_argument("--all", action="store_true", help="all variants and seeds that are not complete yet")
+    parser.add_argument("--part", type=_part, metavar="I/N", help="of --all, every N-th from the I-th (from 0) only")
     parser.add_argument("--variant", default="", help="of a run that is a sweep")
     parser.add_argument("--scale", help="smoke, laptop, gpu or paper (default: params.yaml's)")
     parser.add_argument("--seed", type=int, help="default: the run's first")
@@ -279,7 +293,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override a setting")
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    stop_on_signals()
+    with stopping_on_signals():
+        _train_all(args)
+    return 0
+
+
+def _train_all(args: argparse.Namespace) -> None:
+    """Train what the command line asks for; where that fails, tell the other ranks and end this process."""
     world: World | None = None
     try:
         processes = "TORCHELASTIC_RUN_ID" in os.environ or "RANK" in os.environ
@@ -309,7 +329,6 @@ def main(argv: list[str] | None = None) -> int:
             world.transport.abort(f"rank {rank} failed: {type(error).__name__}: {error}")
         sys.stderr.flush()
         os._exit(1)  # wires may still wait for peers; nothing here is worth waiting for
-    return 0
 
 
 if __name__ == "__main__":

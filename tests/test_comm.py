@@ -109,7 +109,9 @@ def test_native_reductions_agree_to_rounding(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="native needs processes"):
         as_threads("native", 2, tmp_path, reduction="native")
     for unknown in ({"link_mbit_per_s": 10.0}, {"link_latency_ms": 1.0}, {"clock": "virtual"}):
-        with pytest.raises(RuntimeError, match="ConfigError: comm.reduction = native knows no link and no virtual clock"):
+        with pytest.raises(
+            RuntimeError, match="ConfigError: comm.reduction = native knows no link and no virtual clock"
+        ):
             as_processes("native", 2, tmp_path, reduction="native", **unknown)
 
 

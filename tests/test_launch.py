@@ -13,11 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from lowcomm import launch as launching
 from lowcomm.launch import LaunchError, _digest, _Tail, curve_svg, launch, launch_all
 from lowcomm.metrics import made_with
 from lowcomm.params import overrides, run_points
 from lowcomm.settings import ConfigError
-from tests.conftest import settings_of, small_run
+from lowcomm.train import main as train_main
+from tests.conftest import command_line, settings_of, small_run
 from tests.harness import clean_environment, torchrun_command
 
 SETTINGS = settings_of(small_run("diloco_m2"))
@@ -127,12 +129,72 @@ def test_a_sweep_is_trained_whole_and_goes_on_where_it_was_interrupted(corpus: P
     assert sorted(p.name for p in out.iterdir()) == sorted(NAMES)
 
 
+def _budgets(out: Path, corpus: Path, *settings: str) -> list[dict]:
+    """A sweep of three runs of one rank, two at once."""
+    settings = [*SWEEP[:2], *SWEEP[3:], "replicas=1", "data.corpus=docstrings", *settings]
+    return launch_all("overtraining_data_parallel", scale="smoke", settings=settings, out=out, data=corpus)
+
+
+def test_runs_side_by_side_are_those_of_one_after_the_other(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launching, "_side_by_side", lambda ranks: 2)
+    together = _budgets(tmp_path / "two", corpus)
+    assert [s["run"]["variant"] for s in together] == ["budget_1", "budget_2", "budget_4"]
+    logs = sorted(p.name for p in (tmp_path / "two-log").iterdir())
+    assert logs == ["log-1-0.txt", "log-1-1.txt"]
+    monkeypatch.setattr(launching, "_side_by_side", lambda ranks: 1)
+    assert _budgets(tmp_path / "one", corpus) == together
+
+
+def test_where_one_of_two_fails_the_other_keeps_its_checkpoint(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launching, "_side_by_side", lambda ranks: 2)
+    times = tmp_path / "out-times"
+    times.mkdir()
+    (times / "budget_2").write_text("in the way")
+    with pytest.raises(LaunchError, match="(?s)budget_2, seed 0 failed with exit code 1.*cannot be written"):
+        _budgets(tmp_path / "out", corpus, "train.steps=100000", "train.log_every=1")
+    assert not (tmp_path / "out" / "budget_4" / "seed0" / "summary.json").exists()
+    begun = (tmp_path / "out" / "budget_1" / "seed0" / "metrics").exists()
+    assert begun == bool(list((tmp_path / "out" / "budget_1" / "seed0").glob("checkpoints/step-????????")))
+    assert "forcefully" not in (tmp_path / "out-log" / "log-1-0.txt").read_text()
+
+
+@pytest.mark.parametrize("part", ["2/2", "1", "-1/2", "0/0"])
+def test_a_part_that_is_none_is_refused(part: str, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit):
+        train_main(["diloco_m2", "--all", f"--part={part}"])
+    assert f"{part!r} is no part I/N, with I from 0 to N - 1" in capsys.readouterr().err
+
+
 def test_a_sweep_leaves_other_runs_alone(corpus: Path, tmp_path: Path) -> None:
     folders = {"out": tmp_path / "mine", "times": tmp_path.with_name("times"), "data": corpus}
     launch("diloco_m2", scale="smoke", settings=SETTINGS, **folders)
     with pytest.raises(LaunchError, match="holds runs that are none of data_parallel's: mine; choose another folder"):
         launch_all("data_parallel", scale="smoke", settings=["data.corpus=docstrings"], data=corpus, out=tmp_path)
     assert (tmp_path / "mine" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_ranks_that_are_told_through_the_launcher_end_at_once(number: int, corpus: Path, tmp_path: Path) -> None:
+    words = [*command_line(small_run("diloco_m2", train={"steps": 10**6}), corpus, tmp_path / "out"), "--seed", "0"]
+    log = tmp_path / "log.txt"
+    with log.open("w") as file:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "lowcomm.forked", "2", *words],
+            env=clean_environment(),
+            stderr=file,
+            start_new_session=True,
+        )
+    while not list((tmp_path / "out").glob("metrics/rank-001.jsonl")):
+        assert child.poll() is None, log.read_text()
+        time.sleep(0.05)
+    child.send_signal(number)
+    assert child.wait(60) == 0, log.read_text()
+    assert list((tmp_path / "out").glob("checkpoints/step-????????"))
+    assert "stopped diloco_m2 after step" in log.read_text()
 
 
 def test_a_stop_ends_a_sweep_between_its_points_too(corpus: Path, tmp_path: Path) -> None:

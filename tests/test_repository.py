@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import shutil
 import subprocess
@@ -17,7 +18,7 @@ from lowcomm import ROOT
 from lowcomm.params import load_params
 from lowcomm.report import paper
 from lowcomm.settings import ConfigError
-from lowcomm.source import closure, imports
+from pipelines import sources
 from pipelines.clean import cleaned
 from pipelines.index import BEGIN, END, FAMILIES, family, index, minutes, readme_block, stages, with_block
 from pipelines.run_notebook import check_parameters
@@ -64,20 +65,24 @@ def test_the_runner_reports_a_failing_cell(tmp_path: Path) -> None:
     assert "fails.ipynb failed in cell 1: ValueError: no such thing" in done.stderr
 
 
-def _closure(source: Path) -> set[str]:
-    if source.suffix == ".py":
-        return closure(imports(source.read_text()))
-    cells = nbformat.read(source, as_version=4).cells
-    return closure(set().union(*(imports(c.source) for c in cells if c.cell_type == "code")))
-
-
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [name for name in STAGES if name != "sources"])
 def test_a_stage_depends_on_the_modules_that_it_imports(stage: str) -> None:
     entry = STAGES[stage].get("do", STAGES[stage])
     source = "pipelines/index.py" if stage == "index" else re.search(r"notebooks/\S+\.ipynb", entry["cmd"]).group()
     assert source in entry["deps"]
-    listed = {Path(d).stem for d in entry["deps"] if d.startswith("lowcomm/")}
-    assert listed == _closure(ROOT / source) | {"__init__"}
+    assert f"build/sources/{Path(source).stem}.txt" in entry["deps"]
+
+
+def test_sources_are_listed_with_digests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "BUILD", tmp_path)
+    (tmp_path / "sources").mkdir()
+    (tmp_path / "sources" / "of_a_notebook_that_is_no_more.txt").write_text("")
+    sources.main()
+    assert {p.stem for p in (tmp_path / "sources").iterdir()} == {p.stem for p in NOTEBOOKS} | {"index"}
+    listed = dict(line.split()[::-1] for line in (tmp_path / "sources" / "20_train.txt").read_text().splitlines())
+    assert {"lowcomm/__init__.py", "lowcomm/train.py", "lowcomm/comm.py"} <= set(listed)  # comm: train's, not its own
+    assert "lowcomm/simulate.py" not in listed
+    assert listed["lowcomm/comm.py"] == hashlib.sha256((ROOT / "lowcomm" / "comm.py").read_bytes()).hexdigest()
 
 
 def test_reading_results_and_launching_runs_needs_no_torch() -> None:
@@ -100,7 +105,7 @@ def test_the_index_lists_every_table() -> None:
     listed = {d for d in STAGES["index"]["deps"] if d.endswith(".md")}
     made = set()
     for name, stage in STAGES.items():
-        if name == "index":
+        if name in ("index", "sources"):
             continue
         keys = load_params()["corpora"] if stage.get("foreach") == "${corpora}" else [""]
         for out in stage.get("do", stage)["outs"]:
@@ -134,7 +139,7 @@ def test_readme_and_index_show_the_results() -> None:
 
 def test_minutes_of_all_stages_are_shown_paper_by_paper() -> None:
     names = stages()
-    assert {family(name, load_params()["runs"]) for name in names if name != "index"} == set(FAMILIES)
+    assert {family(name, load_params()["runs"]) for name in names if name not in ("index", "sources")} == set(FAMILIES)
     some = [("train@diloco_m2", 60.0), ("streaming_diloco_table5", 30.0), ("train@noloco", 120.0), ("all", 210.0)]
     shown = minutes(pd.DataFrame(some, columns=["stage", "seconds"])).set_index("")
     assert list(shown.loc["Streaming DiLoCo"]) == ["1.0", "0.5", "1.5"]
