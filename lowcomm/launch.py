@@ -2,7 +2,7 @@
 
 `launch` runs `lowcomm.forked` (torchrun's agent) as a child, shows a progress bar with the loss as a line while
 it trains, and raises with the tail of the log if any rank fails. If the launcher dies, the ranks
-notice, write a checkpoint and stop.
+notice, write a checkpoint and stop. `launch_all` trains a sweep, as many runs side by side as there are cores for.
 """
 
 from __future__ import annotations
@@ -155,11 +155,11 @@ class _Part:
 
 def _train(parts: list[_Part]) -> None:
     """Train all parts side by side; where one fails, the others write their checkpoints and stop."""
-    children = [part.start() for part in parts]
-    rows = zip_longest(*([(job, child) for job in part.jobs] for part, child in zip(parts, children, strict=True)))
-    watched = [pair for row in rows for pair in row if pair is not None]
-    live = None
+    children, live = [], None
     try:
+        children += (part.start() for part in parts)
+        rows = zip_longest(*([(job, child) for job in part.jobs] for part, child in zip(parts, children, strict=True)))
+        watched = [pair for row in rows for pair in row if pair is not None]
         for number, (job, child) in enumerate(watched, 1):
             if _failed(children):
                 break
@@ -199,8 +199,9 @@ def _stop(children: list[subprocess.Popen]) -> None:
 
 
 def _side_by_side(ranks: int) -> int:
-    """How many runs of so many ranks the cores carry at once; one where there are GPUs, which they would share."""
-    return 1 if shutil.which("nvidia-smi") else max(1, (os.cpu_count() or 1) // ranks)
+    """How many runs of so many ranks our cores carry at once; one where there are GPUs, which they would share."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return 1 if shutil.which("nvidia-smi") else max(1, cores // ranks)
 
 
 def _clear(job: _Job, source: str, *, keep: bool) -> None:
@@ -275,7 +276,7 @@ def launch_all(
 ) -> list[dict[str, Any]]:
     """Train all variants and seeds of a run under torchrun; returns their summaries in order.
 
-    As many at once as there are cores for their ranks, and one after the other where there are GPUs.
+    As many are trained at once as there are cores for their ranks, and one where there are GPUs.
 
     Args: as `launch`; `out` holds a folder for each variant and seed.
 
