@@ -277,6 +277,7 @@ def test_no_thread_outlives_its_run(tmp_path: Path) -> None:
 
 def test_an_interrupt_waits_for_all_ranks() -> None:
     """The interpreter may end once it is raised, so no rank may still be at work, nor its thread alive."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     ended = []
 
     def work(world: World) -> None:
@@ -286,8 +287,11 @@ def test_an_interrupt_waits_for_all_ranks() -> None:
         time.sleep(1.5 if world.rank == 0 else 0.2)
         ended.append(world.rank)
 
-    with pytest.raises(KeyboardInterrupt):
-        run_threads(work, replicas=2)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_threads(work, replicas=2)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert sorted(ended) == [0, 1]
     assert not [t for t in threading.enumerate() if t.name.startswith("rank-")]
 

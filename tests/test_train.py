@@ -312,7 +312,8 @@ def test_a_fresh_start_leaves_nothing_of_the_run_before(corpus: Path, tmp_path: 
 
 def test_an_interrupted_cell_stops_its_ranks_with_a_checkpoint(corpus: Path, tmp_path: Path) -> None:
     code = (
-        "import os; from pathlib import Path; from lowcomm.train import train_in_threads;"
+        "import os, signal; from pathlib import Path; from lowcomm.train import train_in_threads;"
+        "signal.signal(signal.SIGINT, signal.default_int_handler);"  # a shell's background jobs ignore it
         "from tests.conftest import small_run;"
         "config = small_run('diloco_m2', train={'steps': 10**6});"
         "hit = lambda trainer, row: row['step'] == 20 and trainer.world.rank == 0 and os.kill(os.getpid(), 2);"
