@@ -224,6 +224,7 @@ def test_the_command_line_refuses_what_contradicts_all(corpus: Path, tmp_path: P
 
     assert "run overtraining_streaming is a sweep: choose one of its variants, m2_budget_1" in told()
     assert "--variant, --seed and --times mean nothing with it" in told("--all", "--seed", "1")
+    assert "--part means nothing without --all" in told("--part", "0/2")
     assert "no point of run overtraining_streaming has 3 ranks" in told("--all", WORLD_SIZE="3")
 
 
