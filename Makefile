@@ -11,8 +11,8 @@ repro: .venv/.done  ## reproduce every table and figure at the scale of params.y
 
 test: .venv/.done   ## lint, pytest, and every notebook at smoke scale
 	ruff check . && ruff format --check .
-	python -m pytest
-	python -m pytest --nbval-lax notebooks -p no:cacheprovider
+	python -m pytest -n auto --dist worksteal
+	python -m pytest -n auto --dist loadfile --nbval-lax notebooks -p no:cacheprovider
 
 lab: .venv/.done    ## explore in JupyterLab
 	jupyter lab notebooks/index.ipynb

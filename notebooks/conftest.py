@@ -18,8 +18,10 @@ from lowcomm.train import train_in_threads
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Train every run at smoke scale in threads, unless this source and these settings have done so already.
 
-    Two at a time: threads of one process keep one core busy.
+    A run a core at a time, as threads of one process keep one core busy; before the workers of pytest-xdist start.
     """
+    if hasattr(session.config, "workerinput"):
+        return
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
     source, params = source_digest(), load_params()
     data = {corpus: prepared(corpus, "smoke") for corpus in params["corpora"]}
