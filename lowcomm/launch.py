@@ -27,7 +27,7 @@ from lowcomm import BUILD, LAUNCHER_VARIABLE, ROOT, SAVING_S
 from lowcomm.config import RunConfig
 from lowcomm.metrics import MADE_WITH, clear_run, complete, loss_metrics, made_with, strangers
 from lowcomm.params import data_dir, overrides, run_config, run_dir, run_points, times_dir
-from lowcomm.source import source_digest
+from lowcomm.source import sha256, source_digest
 
 #: glibc gives large blocks back to the system after each step and faults them in anew; keeping them saves a tenth.
 _KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(2**31 - 1), "MALLOC_MMAP_THRESHOLD_": str(2**25)}
@@ -294,7 +294,7 @@ def launch_all(
         raise LaunchError(f"{root} holds runs that are none of {run}'s: {', '.join(foreign)}; choose another folder")
     card = (data or data_dir(points[0].data.corpus, scale)) / "card.json"
     source = source_digest()
-    corpus = hashlib.sha256(card.read_bytes()).hexdigest() if card.exists() else "no corpus"
+    corpus = sha256(card) if card.exists() else "no corpus"
     made_from = {job.out: f"{source} {corpus} {_digest(job.config)}" for job in jobs}
     marker = root / _UNFINISHED
     begun = set(marker.read_text().splitlines()) if marker.exists() else set()

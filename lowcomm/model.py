@@ -51,17 +51,17 @@ class KeyValues:
 
 
 def rotary_tables(seq_len: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """cos and sin of the rotary angles, each [T, H/2] fp32 (Su et al., 2021)."""
+    """cos and sin of the rotary angles, each [T, H] fp32; the first half of sin is negative (Su et al., 2021)."""
     freqs_h = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     angles_th = torch.arange(seq_len, dtype=torch.float32)[:, None] * freqs_h
-    return angles_th.cos(), angles_th.sin()
+    cos_th, sin_th = angles_th.cos(), angles_th.sin()
+    return torch.cat((cos_th, cos_th), dim=1), torch.cat((-sin_th, sin_th), dim=1)
 
 
 def rotate(x_BNTH: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> Tensor:
     """Apply rotary positions to queries or keys; the two halves of a head are the pairs."""
-    a, b = x_BNTH.chunk(2, dim=-1)
     cos, sin = cos_TH.to(x_BNTH.dtype), sin_TH.to(x_BNTH.dtype)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    return torch.addcmul(x_BNTH * cos, x_BNTH.roll(x_BNTH.shape[-1] // 2, dims=-1), sin)
 
 
 def _norm(config: ModelConfig, width: int) -> nn.Module:
@@ -324,10 +324,11 @@ class Decoder(nn.Module):
         return self._losses_of(self.head(self.norm(x_BTD)), targets_BT)
 
     def _losses_of(self, logits_BTV: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
-        logits = logits_BTV.flatten(0, 1).float()
+        logits, targets = logits_BTV.flatten(0, 1).float(), targets_BT.flatten()
         if not self.config.z_loss:
-            entropy = F.cross_entropy(logits, targets_BT.flatten())
+            entropy = F.cross_entropy(logits, targets)
             return entropy, entropy
-        log_z = logits.logsumexp(-1)  # shared: the cross-entropy is log Z minus the target's logit
-        entropy = (log_z - logits.gather(1, targets_BT.reshape(-1, 1))[:, 0]).mean()
+        entropies = F.cross_entropy(logits, targets, reduction="none")
+        log_z = entropies + logits.gather(1, targets[:, None])[:, 0]  # as the cross-entropy is log Z minus that logit
+        entropy = entropies.mean()
         return entropy + self.config.z_loss * log_z.square().mean(), entropy

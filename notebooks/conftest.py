@@ -29,7 +29,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     todo = [config for config in points if not complete(run_dir(config), config, source)]
     if not todo:
         return
-    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn")) as pool:
         began = [
             pool.submit(train_in_threads, config, data[config.data.corpus], run_dir(config), times_dir(config))
             for config in todo

@@ -79,15 +79,28 @@ def test_rotary_scores_depend_on_distance_alone() -> None:
         assert torch.allclose(diagonal, diagonal[0].expand_as(diagonal), atol=1e-4)
 
 
+def test_rotary_positions_turn_pairs_by_their_angles() -> None:
+    x = torch.randn(2, 3, 16, 8, dtype=torch.float64)
+    angles = torch.arange(16)[:, None] * 100.0 ** -(torch.arange(4) / 4)
+    turned = torch.complex(*x.chunk(2, dim=-1)) * torch.exp(1j * angles)
+    found = rotate(x, *rotary_tables(16, 8, 100.0))
+    assert torch.allclose(found, torch.cat((turned.real, turned.imag), dim=-1), atol=1e-5)
+
+
 def test_z_loss_adds_the_squared_log_partition() -> None:
     tokens = torch.randint(0, 50, (2, 17))
     plain = Decoder(SMALL).initialise(0)
     with_z = Decoder(dataclasses.replace(SMALL, z_loss=0.1)).initialise(0)
     logits = plain(tokens[:, :-1]).flatten(0, 1)
     entropy = F.cross_entropy(logits, tokens[:, 1:].flatten())
+    expected = entropy + 0.1 * logits.logsumexp(-1).square().mean()
     loss, reported = with_z.losses(tokens[:, :-1], tokens[:, 1:])
     assert reported.item() == pytest.approx(entropy.item(), rel=1e-6)
-    assert loss.item() == pytest.approx((entropy + 0.1 * logits.logsumexp(-1).square().mean()).item(), rel=1e-6)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    expected.backward()
+    loss.backward()
+    for ours, theirs in zip(with_z.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(ours.grad, theirs.grad, rtol=1e-4, atol=1e-7)
 
 
 def test_weights_come_from_the_seed_alone() -> None:
