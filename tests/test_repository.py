@@ -26,6 +26,7 @@ from tests.harness import clean_environment
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 STAGES = yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"]
+WITHOUT_NOTEBOOK = ("sources", "index")
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
@@ -105,7 +106,7 @@ def test_the_index_lists_every_table() -> None:
     listed = {d for d in STAGES["index"]["deps"] if d.endswith(".md")}
     made = set()
     for name, stage in STAGES.items():
-        if name in ("index", "sources"):
+        if name in WITHOUT_NOTEBOOK:
             continue
         keys = load_params()["corpora"] if stage.get("foreach") == "${corpora}" else [""]
         for out in stage.get("do", stage)["outs"]:
@@ -139,7 +140,7 @@ def test_readme_and_index_show_the_results() -> None:
 
 def test_minutes_of_all_stages_are_shown_paper_by_paper() -> None:
     names = stages()
-    assert {family(name, load_params()["runs"]) for name in names if name not in ("index", "sources")} == set(FAMILIES)
+    assert {family(name, load_params()["runs"]) for name in names if name not in WITHOUT_NOTEBOOK} == set(FAMILIES)
     some = [("train@diloco_m2", 60.0), ("streaming_diloco_table5", 30.0), ("train@noloco", 120.0), ("all", 210.0)]
     shown = minutes(pd.DataFrame(some, columns=["stage", "seconds"])).set_index("")
     assert list(shown.loc["Streaming DiLoCo"]) == ["1.0", "0.5", "1.5"]
