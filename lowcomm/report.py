@@ -63,6 +63,30 @@ def every(holds: Iterable[bool | None]) -> bool | None:
     return False if False in told else None if None in told else True
 
 
+def student(freedom: int, level: float = 0.95) -> float:
+    """What the size of Student's t of so many degrees of freedom stays below with this probability.
+
+    Abramowitz and Stegun, 26.7.3 and 26.7.4, inverted by bisection.
+    """
+    if freedom < 1 or not 0 < level < 1:
+        raise ValueError(f"Student's t of {freedom} degrees of freedom, at level {level}: 1 or more, and within 0 to 1")
+
+    def below(angle: float) -> float:
+        odd, cosine = freedom % 2, math.cos(angle)
+        term, total = (cosine if odd else 1.0), 0.0
+        for k in range(1 + odd, freedom, 2):
+            total += term
+            term *= k / (k + 1) * cosine**2
+        total *= math.sin(angle)
+        return 2 / math.pi * (angle + total) if odd else total
+
+    low, high = 0.0, math.pi / 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if below(middle) < level else (low, middle)
+    return math.sqrt(freedom) * math.tan(low)
+
+
 class Comparison:
     """Runs side by side, and which of their differences the seeds resolve.
 
@@ -72,6 +96,7 @@ class Comparison:
     Attributes:
         loss: each cell's mean validation loss.
         noise: standard deviation over seeds of a single run, pooled over all cells with several; NaN without any.
+        freedom: its degrees of freedom, of each such cell one less than it has seeds.
         judged: whether there is such a cell.
     """
 
@@ -79,13 +104,19 @@ class Comparison:
         self.runs = runs
         self.losses = {key: [s["val_loss"] for s in some] for key, some in runs.items()}
         self.loss = {key: statistics.mean(values) for key, values in self.losses.items()}
-        variances = [spread(values) ** 2 for values in self.losses.values() if len(values) > 1]
-        self.judged = bool(variances)
-        self.noise = math.sqrt(statistics.mean(variances)) if variances else float("nan")
+        self.freedom = sum(len(values) - 1 for values in self.losses.values())
+        self.judged = self.freedom > 0
+        squares = sum((v - self.loss[key]) ** 2 for key, values in self.losses.items() for v in values)
+        self.noise = math.sqrt(squares / self.freedom) if self.judged else float("nan")
 
     def resolved(self, *keys: Any) -> float:
-        """The least difference of two cells (or of two such differences) that is told from noise: two deviations."""
-        return 2 * self.noise * math.sqrt(sum(1 / len(self.losses[key]) for key in keys))
+        """The least difference of two cells (or of two such differences) that is told from noise, at 95 %.
+
+        Student's t, as the noise is itself an estimate, of few seeds. NaN where there is none.
+        """
+        if not self.judged:
+            return float("nan")
+        return student(self.freedom) * self.noise * math.sqrt(sum(1 / len(self.losses[key]) for key in keys))
 
     def above(self, a: Any, b: Any) -> bool | None:
         """Whether the loss of `a` is higher (True) or lower (False) than of `b`; None within the noise."""
