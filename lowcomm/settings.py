@@ -1,4 +1,4 @@
-"""Typed settings from mappings: what YAML says, held to a dataclass.
+"""Typed settings: dataclasses whose numbers carry their bounds, and how they are made from mappings.
 
 Numbers are coerced by declared type (PyYAML reads 1e-4 as a string) and an unknown key is an error that names the
 nearest valid one.
@@ -23,6 +23,37 @@ def nearest(word: str, options: typing.Iterable[str]) -> str:
     options = sorted(options)
     close = difflib.get_close_matches(str(word), options, n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else f"; valid: {', '.join(options)}"
+
+
+def number(
+    default: Any = dataclasses.MISSING,
+    *,
+    at_least: float | None = None,
+    at_most: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+) -> Any:
+    """A field of a settings dataclass whose value `check_bounds` keeps within these bounds."""
+    bounds = {"at least": at_least, "at most": at_most, "above": above, "below": below}
+    return dataclasses.field(default=default, metadata={k: v for k, v in bounds.items() if v is not None})
+
+
+_WITHIN = {
+    "at least": lambda value, bound: value >= bound,
+    "at most": lambda value, bound: value <= bound,
+    "above": lambda value, bound: value > bound,
+    "below": lambda value, bound: value < bound,
+}
+
+
+def check_bounds(section: str, values: Any) -> None:
+    """Raise ConfigError where a field of a settings dataclass is out of its bounds; `section` prefixes its name."""
+    for field in dataclasses.fields(values):
+        value = getattr(values, field.name)
+        for rule, bound in field.metadata.items():
+            if not _WITHIN[rule](value, bound):
+                name = f"{section}.{field.name}" if section else field.name
+                raise ConfigError(f"{name} must be {rule} {bound}, got {value}")
 
 
 def _coerce(kind: Any, value: Any, where: str) -> Any:

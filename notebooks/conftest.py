@@ -8,11 +8,10 @@ from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
-from lowcomm.data import prepared
-from lowcomm.metrics import complete
-from lowcomm.params import load_params, run_dir, run_points, times_dir
-from lowcomm.source import source_digest
-from lowcomm.train import train_in_threads
+from lowcomm.experiment.run_folder import complete
+from lowcomm.experiment.source import source_digest
+from lowcomm.experiment.train import train_in_threads
+from pipelines.project import load_params, prepared, run_dir, run_points, times_dir
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -33,23 +33,23 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from lowcomm import ROOT
-from lowcomm.accounting import training_flops
-from lowcomm.batches import TokenData
-from lowcomm.bits import BLOCK as CODEC_BLOCK
-from lowcomm.boundary import Boundary
-from lowcomm.codecs import SmallFloat, make_codec
-from lowcomm.comm import World
-from lowcomm.config import BoundaryConfig, TrainConfig
-from lowcomm.data import prepared
-from lowcomm.model import Decoder
-from lowcomm.params import run_config
-from lowcomm.partial import pieces, train_slice
-from lowcomm.ranks import default_device, run_threads, world_from_torchrun
-from lowcomm.shape import ModelConfig
-from lowcomm.subspace import Subspace
-from lowcomm.train import train_in_threads
-from lowcomm.trainer import Trainer, inner_optimizer
+from lowcomm.codecs import make_codec
+from lowcomm.codecs.bits import BLOCK as CODEC_BLOCK
+from lowcomm.codecs.small_float import SmallFloat
+from lowcomm.comm.start import default_device, run_threads, world_from_torchrun
+from lowcomm.comm.world import World
+from lowcomm.experiment.batches import TokenData
+from lowcomm.experiment.config import TrainConfig
+from lowcomm.experiment.train import train_in_threads
+from lowcomm.experiment.trainer import Trainer, inner_optimizer
+from lowcomm.methods.boundary import Boundary
+from lowcomm.methods.config import BoundaryConfig
+from lowcomm.methods.partial import pieces, train_slice
+from lowcomm.methods.subspace import Subspace
+from lowcomm.model.accounting import training_flops
+from lowcomm.model.config import ModelConfig
+from lowcomm.model.decoder import Decoder
+from pipelines.project import ROOT, prepared, run_config
 
 BLOCK, BLOCKS = 50, 12
 PAYLOADS = {1_000_000: 100, 16_000_000: 30}  # fp32 values -> calls: 4 MB and 64 MB

@@ -16,7 +16,7 @@ from pathlib import Path
 import nbformat
 from nbclient import NotebookClient
 
-from lowcomm import ROOT
+from pipelines.project import ROOT
 
 KEEP = "# NBVAL_CHECK_OUTPUT"
 

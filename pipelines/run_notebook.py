@@ -18,8 +18,8 @@ from typing import Any
 import papermill
 import yaml
 
-from lowcomm import BUILD, ROOT
 from lowcomm.settings import ConfigError, nearest
+from pipelines.project import BUILD, ROOT
 
 
 def check_parameters(notebook: Path, parameters: dict[str, Any]) -> None:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import nbformat
 
-from lowcomm import BUILD, ROOT
-from lowcomm.source import closure, imports, sha256
+from pipelines.project import BUILD, ROOT
+from pipelines.source import closure, imports, sha256
 
 SOURCES = [*sorted((ROOT / "notebooks").glob("*.ipynb")), ROOT / "pipelines" / "index.py"]
 

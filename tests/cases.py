@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from lowcomm.codecs import make_codec
-from lowcomm.comm import World
-from lowcomm.processes import PIECE_BYTES, PIECES_AHEAD
+from lowcomm.comm.processes import PIECE_BYTES, PIECES_AHEAD
+from lowcomm.comm.world import World
 
 
 def _random(world: World, *shape: int, seed: int = 0) -> torch.Tensor:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from lowcomm.config import CorpusConfig, DataConfig, RunConfig
-from lowcomm.data import prepare
-from lowcomm.params import run_config
+from lowcomm.experiment.config import CorpusConfig, DataConfig, RunConfig
+from lowcomm.experiment.data import prepare
+from pipelines.project import run_config
 
 VOCAB = 400
 DATA = DataConfig("docstrings", VOCAB, max_characters=150_000)

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore
 
-from lowcomm import ROOT
-from lowcomm.config import CommConfig
-from lowcomm.ranks import run_threads, world_from_torchrun
+from lowcomm.comm.config import CommConfig
+from lowcomm.comm.start import run_threads, world_from_torchrun
+from pipelines.project import ROOT
 
 
 class Crash(RuntimeError):

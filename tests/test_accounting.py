@@ -9,12 +9,14 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from lowcomm.accounting import forward_flops, mean_bytes, memory, rounds, shares, training_flops
-from lowcomm.config import MethodConfig, TrainConfig
-from lowcomm.model import Decoder
-from lowcomm.outer import LocalUpdates
-from lowcomm.shape import ModelConfig
-from lowcomm.trainer import inner_optimizer
+from lowcomm.comm.shares import mean_bytes, shares
+from lowcomm.experiment.config import TrainConfig
+from lowcomm.experiment.trainer import inner_optimizer
+from lowcomm.methods.config import MethodConfig
+from lowcomm.methods.local_updates import LocalUpdates
+from lowcomm.model.accounting import forward_flops, memory, rounds, training_flops
+from lowcomm.model.config import ModelConfig
+from lowcomm.model.decoder import Decoder
 from tests.test_model import SMALL, VARIANTS
 
 TRAIN = TrainConfig(steps=10, global_batch=2, seq_len=16, lr=1e-3, warmup_steps=1, eval_every=0, eval_sequences=2)
@@ -40,7 +42,7 @@ def test_flops_are_what_torch_counts(change: dict) -> None:
 )
 @pytest.mark.parametrize("inner", ["adamw", "sgd"])
 def test_memory_is_what_is_allocated(outer: str, buffers: int, offload: bool, inner: str) -> None:
-    from lowcomm.ranks import run_threads
+    from lowcomm.comm.start import run_threads
 
     fragments = {"fragments": "strided", "layers_per_fragment": 1}
     method = MethodConfig(

@@ -6,11 +6,12 @@ import itertools
 
 import pytest
 import torch
+from lowcomm.experiment.rules import SPARSE
 
-from lowcomm.bits import BLOCK
-from lowcomm.codecs import PowerOfTwo, SmallFloat, make_codec, message_seed
-from lowcomm.config import CODECS
-from lowcomm.rules import SPARSE
+from lowcomm.codecs import make_codec, message_seed
+from lowcomm.codecs.bits import BLOCK
+from lowcomm.codecs.small_float import PowerOfTwo, SmallFloat
+from lowcomm.experiment.config import CODECS
 
 SMALL_FLOATS = [n for n in CODECS if n.startswith("e")]
 SIZES = (0, 1, 2, 7, 8, 255, 256, 257, 511, 1000, 256 * 256 + 3)

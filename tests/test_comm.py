@@ -14,17 +14,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowcomm import ROOT
-from lowcomm.accounting import encoded_mean_bytes, encoded_mean_in_shares, mean_bytes, ring_seconds, shares
 from lowcomm.codecs import make_codec
-from lowcomm.comm import World
-from lowcomm.config import CommConfig
-from lowcomm.processes import PIECE_BYTES, PIECES_AHEAD
-from lowcomm.ranks import run_threads
+from lowcomm.comm.config import CommConfig
+from lowcomm.comm.processes import PIECE_BYTES, PIECES_AHEAD
+from lowcomm.comm.shares import encoded_mean_bytes, encoded_mean_in_shares, mean_bytes, ring_seconds, shares
+from lowcomm.comm.start import run_threads
+from lowcomm.comm.threads import ThreadHub, ThreadTransport
+from lowcomm.comm.transport import CommError
+from lowcomm.comm.wire import Span, Trace, VirtualClock
+from lowcomm.comm.world import World
 from lowcomm.settings import ConfigError
-from lowcomm.threads import ThreadHub, ThreadTransport
-from lowcomm.transport import CommError
-from lowcomm.wire import Span, Trace, VirtualClock
+from pipelines.project import ROOT
 from tests.harness import as_processes, as_threads
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from lowcomm.metrics import loss_metrics, read_metrics
-from lowcomm.train import train_in_threads
+from lowcomm.experiment.run_folder import loss_metrics, read_metrics
+from lowcomm.experiment.train import train_in_threads
 from tests.conftest import small_run
 
 SLICED = {"sync_every_steps": 3, "trainable": "slice", "slices": 2, "sliced": ["mlp", "heads"]}

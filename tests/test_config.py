@@ -10,12 +10,12 @@ import pytest
 import torch
 import yaml
 
-from lowcomm import ROOT
-from lowcomm.model import Decoder
-from lowcomm.params import load_params, overrides, run_config, run_dir, run_points
-from lowcomm.presets import PRESETS
+from lowcomm.experiment.project import overrides
+from lowcomm.model.config import ModelConfig
+from lowcomm.model.decoder import Decoder
+from lowcomm.model.presets import PRESETS
 from lowcomm.settings import ConfigError, build
-from lowcomm.shape import ModelConfig
+from pipelines.project import ROOT, load_params, run_config, run_dir, run_points
 from tests.conftest import small_run
 
 PARAMS = load_params()

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from lowcomm.batches import TokenData
-from lowcomm.config import CorpusConfig, DataConfig
-from lowcomm.corpora import documents, sources
-from lowcomm.data import END_OF_TEXT, Tokenizer, prepare
+from lowcomm.experiment.batches import TokenData
+from lowcomm.experiment.config import CorpusConfig, DataConfig
+from lowcomm.experiment.corpora import documents, sources
+from lowcomm.experiment.data import END_OF_TEXT, Tokenizer, prepare
 from lowcomm.settings import ConfigError
 from tests.conftest import DATA, VOCAB
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lowcomm.metrics import read_metrics
+from lowcomm.experiment.run_folder import read_metrics
+from lowcomm.experiment.train import train_in_threads
 from lowcomm.settings import ConfigError
-from lowcomm.train import train_in_threads
 from tests.conftest import command_line, small_run
 from tests.harness import train_in_processes
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowcomm.boundary import Boundary
-from lowcomm.comm import World
-from lowcomm.config import BoundaryConfig
-from lowcomm.generate import choose, generate, generated_bytes
-from lowcomm.model import Decoder, KeyValues
-from lowcomm.ranks import run_threads
-from lowcomm.shape import ModelConfig
+from lowcomm.comm.start import run_threads
+from lowcomm.comm.world import World
+from lowcomm.methods.boundary import Boundary
+from lowcomm.methods.config import BoundaryConfig
+from lowcomm.methods.generate import choose, generate, generated_bytes
+from lowcomm.model.config import ModelConfig
+from lowcomm.model.decoder import Decoder, KeyValues
 
 SMALL = ModelConfig(16, 4, 4, 32, 300, 24, kv_heads=2)
 DENSE, SUBSPACE = BoundaryConfig(), BoundaryConfig("subspace", 4)

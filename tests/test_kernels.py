@@ -12,9 +12,9 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # triton's own functions read it too, when they are imported
 pytest.importorskip("triton")
 
-from lowcomm import kernels
-from lowcomm.bits import BLOCK, Scratch, blocks
-from lowcomm.codecs import PowerOfTwo, SmallFloat
+from lowcomm.codecs import _kernels as kernels
+from lowcomm.codecs.bits import BLOCK, Scratch, blocks
+from lowcomm.codecs.small_float import PowerOfTwo, SmallFloat
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FORMATS = [(3, 0), (2, 1), (2, 5), (3, 4), (4, 3), (5, 2)]

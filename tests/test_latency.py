@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from lowcomm.latency import blocking, levels, pair_seconds, sigma_of, tree_mean, tree_over_pairs, tree_samples
+from lowcomm.cost.latency import blocking, levels, pair_seconds, sigma_of, tree_mean, tree_over_pairs, tree_samples
 
 
 def test_equation_7_is_what_is_drawn() -> None:

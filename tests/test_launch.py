@@ -13,12 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from lowcomm import launch as launching
-from lowcomm.launch import LaunchError, _digest, _Tail, curve_svg, launch, launch_all
-from lowcomm.metrics import made_with
-from lowcomm.params import overrides, run_points
+from lowcomm.experiment.project import overrides
+from lowcomm.experiment.run_folder import made_with
 from lowcomm.settings import ConfigError
 from lowcomm.train import main as train_main
+from pipelines import launch as launching
+from pipelines.launch import LaunchError, _digest, _Tail, curve_svg, launch, launch_all
+from pipelines.project import run_points
 from tests.conftest import command_line, settings_of, small_run
 from tests.harness import clean_environment, torchrun_command
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lowcomm.accounting import parameters
-from lowcomm.model import Decoder, rotary_tables, rotate
-from lowcomm.presets import PRESETS
-from lowcomm.shape import ModelConfig
+from lowcomm.model.accounting import parameters
+from lowcomm.model.config import ModelConfig
+from lowcomm.model.decoder import Decoder, rotary_tables, rotate
+from lowcomm.model.presets import PRESETS
 
 SMALL = ModelConfig(dim=24, layers=2, heads=4, ffn_dim=40, vocab_size=50, seq_len=16)
 VARIANTS = {

@@ -13,19 +13,28 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lowcomm.comm import World
-from lowcomm.config import RunConfig
-from lowcomm.contraction import contraction_bound, differing
-from lowcomm.engine import weight_spread
-from lowcomm.fragment import PulledMomentum, flatten
-from lowcomm.metrics import read_metrics
-from lowcomm.noloco import Quadratic, driven_bounds, growth, idle_growth, paper_bounds, second_moments
-from lowcomm.outer import LocalUpdates
-from lowcomm.ranks import run_threads
-from lowcomm.routing import groups
+from lowcomm.comm.start import run_threads
+from lowcomm.comm.world import World
+from lowcomm.experiment.config import RunConfig
+from lowcomm.experiment.run_folder import read_metrics
+from lowcomm.experiment.train import train, train_in_threads
+from lowcomm.experiment.trainer import Trainer
+from lowcomm.methods.engine import weight_spread
+from lowcomm.methods.local_updates import LocalUpdates
+from lowcomm.methods.noloco import (
+    PulledMomentum,
+    Quadratic,
+    contraction_bound,
+    differing,
+    driven_bounds,
+    growth,
+    idle_growth,
+    paper_bounds,
+    second_moments,
+)
+from lowcomm.methods.outer_state import flatten
+from lowcomm.methods.routing import groups
 from lowcomm.settings import ConfigError
-from lowcomm.train import train, train_in_threads
-from lowcomm.trainer import Trainer
 from tests.conftest import command_line, small_run
 from tests.harness import Crash, train_in_processes
 

@@ -9,19 +9,20 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lowcomm.accounting import encoded_mean_bytes, encoded_mean_in_shares
-from lowcomm.batches import TokenData
 from lowcomm.codecs import make_codec
-from lowcomm.comm import World
-from lowcomm.config import RunConfig
-from lowcomm.fragment import Momentum, flatten
-from lowcomm.metrics import read_metrics
-from lowcomm.model import Decoder
-from lowcomm.outer import pairwise_cosine
-from lowcomm.peers import AllReplicas
-from lowcomm.ranks import run_threads
-from lowcomm.train import train, train_in_threads
-from lowcomm.trainer import Trainer, inner_optimizer, learning_rate
+from lowcomm.comm.shares import encoded_mean_bytes, encoded_mean_in_shares
+from lowcomm.comm.start import run_threads
+from lowcomm.comm.world import World
+from lowcomm.experiment.batches import TokenData
+from lowcomm.experiment.config import RunConfig
+from lowcomm.experiment.run_folder import read_metrics
+from lowcomm.experiment.train import train, train_in_threads
+from lowcomm.experiment.trainer import Trainer, inner_optimizer, learning_rate
+from lowcomm.methods.local_updates import pairwise_cosine
+from lowcomm.methods.outer import Momentum
+from lowcomm.methods.outer_state import flatten
+from lowcomm.methods.peers import AllReplicas
+from lowcomm.model.decoder import Decoder
 from tests.conftest import command_line, small_run
 from tests.harness import train_in_processes
 

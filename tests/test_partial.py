@@ -15,28 +15,21 @@ from safetensors.torch import load_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from lowcomm.accounting import (
-    Section,
-    mean_bytes,
-    memory,
-    owned_mean_bytes,
-    parameters,
-    trained_parameters,
-    training_flops,
-)
 from lowcomm.codecs import make_codec
-from lowcomm.config import RunConfig, TrainConfig
-from lowcomm.fragment import flatten
-from lowcomm.metrics import read_metrics
-from lowcomm.model import MLP, Decoder
-from lowcomm.outer import LocalUpdates
-from lowcomm.partial import SlicedLinear, detach_others, pieces, train_slice
-from lowcomm.ranks import run_threads
-from lowcomm.routing import random_slice
+from lowcomm.comm.shares import Section, mean_bytes, owned_mean_bytes
+from lowcomm.comm.start import run_threads
+from lowcomm.experiment.config import RunConfig, TrainConfig
+from lowcomm.experiment.run_folder import read_metrics
+from lowcomm.experiment.train import train, train_in_threads
+from lowcomm.experiment.trainer import Trainer, inner_optimizer
+from lowcomm.methods.local_updates import LocalUpdates
+from lowcomm.methods.outer_state import flatten
+from lowcomm.methods.partial import SlicedLinear, detach_others, pieces, train_slice
+from lowcomm.methods.routing import random_slice
+from lowcomm.model.accounting import memory, parameters, trained_parameters, training_flops
+from lowcomm.model.config import ModelConfig
+from lowcomm.model.decoder import MLP, Decoder
 from lowcomm.settings import ConfigError
-from lowcomm.shape import ModelConfig
-from lowcomm.train import train, train_in_threads
-from lowcomm.trainer import Trainer, inner_optimizer
 from tests.conftest import command_line, small_run
 from tests.harness import Crash, clean_environment, train_in_processes
 
@@ -423,7 +416,7 @@ def test_memory_is_what_is_alive_after_a_step(sliced: tuple[str, ...], corpus: P
     )
 
     def work(world) -> list[int]:
-        from lowcomm.batches import TokenData
+        from lowcomm.experiment.batches import TokenData
 
         t = config.train
         trainer = Trainer(config, world, TokenData(corpus, seq_len=t.seq_len, global_batch=t.global_batch, seed=0))

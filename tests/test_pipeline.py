@@ -12,18 +12,20 @@ from typing import Any
 import pytest
 import torch
 
-from lowcomm.batches import TokenData
-from lowcomm.boundary import Boundary
-from lowcomm.comm import World
-from lowcomm.config import BoundaryConfig, CommConfig, RunConfig
-from lowcomm.metrics import read_metrics
-from lowcomm.model import Decoder
-from lowcomm.pipeline import Pipeline, bubble
-from lowcomm.ranks import run_threads
+from lowcomm.comm.config import CommConfig
+from lowcomm.comm.start import run_threads
+from lowcomm.comm.world import World
+from lowcomm.experiment.batches import TokenData
+from lowcomm.experiment.config import RunConfig
+from lowcomm.experiment.run_folder import read_metrics
+from lowcomm.experiment.train import train_in_threads
+from lowcomm.experiment.trainer import Trainer
+from lowcomm.methods.boundary import Boundary
+from lowcomm.methods.config import BoundaryConfig
+from lowcomm.methods.pipeline import Pipeline, bubble
+from lowcomm.model.config import ModelConfig, stage_layers
+from lowcomm.model.decoder import Decoder
 from lowcomm.settings import ConfigError
-from lowcomm.shape import ModelConfig, stage_layers
-from lowcomm.train import train_in_threads
-from lowcomm.trainer import Trainer
 from tests.conftest import command_line, small_run
 from tests.harness import Crash, train_in_processes
 
@@ -267,7 +269,7 @@ def test_bytes_between_stages_are_the_closed_form(corpus: Path, tmp_path: Path) 
     config = deep_run(replicas=2, stages=3, train={"accumulation": 2}, method={"route": "random_step"})
 
     def work(world: World) -> tuple[dict, dict]:
-        from lowcomm.train import train
+        from lowcomm.experiment.train import train
 
         summary = train(config, world, corpus, tmp_path)
         return summary["sent_bytes"], summary["sent_bytes_closed_form"]

@@ -7,16 +7,15 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from lowcomm.experiment.settings import ConfigError
 
-from lowcomm import ingredients
-from lowcomm import plan as planner
-from lowcomm.footprint import node_bytes
-from lowcomm.ingredients import Method, Penalties, Penalty
-from lowcomm.plan import Cluster, Job, front, methods, plan, run_of, shown
-from lowcomm.predict import Links
-from lowcomm.presets import PRESETS
-from lowcomm.settings import ConfigError
-from lowcomm.shape import ModelConfig
+from lowcomm.cost import ingredients, planner
+from lowcomm.cost.footprint import node_bytes
+from lowcomm.cost.ingredients import Method, Penalties, Penalty
+from lowcomm.cost.planner import Cluster, Job, front, methods, plan, run_of, shown
+from lowcomm.cost.predict import Links
+from lowcomm.model.config import ModelConfig
+from lowcomm.model.presets import PRESETS
 
 MODEL = ModelConfig(256, 8, 8, 1024, 4096, 512)
 JOB = Job(MODEL, tokens=1e9, global_batch=64)

@@ -9,23 +9,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lowcomm.cost.blank import kinds_of_stage, layers_of
 
-from lowcomm.accounting import forward_flops, mean_bytes, training_flops
-from lowcomm.blank import kinds_of_stage, layers_of
-from lowcomm.config import RunConfig
-from lowcomm.footprint import activation_bytes, node_bytes, stage_memory
-from lowcomm.latency import blocking, expected_max, pair_seconds, sigma_of, uneven
-from lowcomm.live import Live
-from lowcomm.metrics import read_metrics
-from lowcomm.model import Decoder
-from lowcomm.outer import LocalUpdates
-from lowcomm.pipeline import bubble
-from lowcomm.predict import Links, message_bytes, predict, sent_per_step, stage_flops, turns
-from lowcomm.replay import read_traces, replay, window
-from lowcomm.streaming import Schedule
-from lowcomm.train import train_in_threads
-from lowcomm.trainer import Trainer
-from lowcomm.wire import Span
+from lowcomm.comm.shares import mean_bytes
+from lowcomm.comm.wire import Span
+from lowcomm.cost.footprint import activation_bytes, node_bytes, stage_memory
+from lowcomm.cost.latency import blocking, expected_max, pair_seconds, sigma_of, uneven
+from lowcomm.cost.predict import Links, message_bytes, predict, sent_per_step, stage_flops, turns
+from lowcomm.cost.replay import read_traces, replay, window
+from lowcomm.experiment.config import RunConfig
+from lowcomm.experiment.run_folder import read_metrics
+from lowcomm.experiment.train import train_in_threads
+from lowcomm.experiment.trainer import Trainer
+from lowcomm.methods.local_updates import LocalUpdates
+from lowcomm.methods.pipeline import bubble
+from lowcomm.methods.streaming import Schedule
+from lowcomm.model.accounting import forward_flops, training_flops
+from lowcomm.model.decoder import Decoder
+from pipelines.live import Live
 from tests.conftest import small_run
 
 STREAMING = {"fragments": "strided", "layers_per_fragment": 1, "overlap_steps": [1], "mixing": 0.5, "codec": "e3m0"}

@@ -9,9 +9,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lowcomm.metrics import read_metrics
-from lowcomm.model import Decoder
-from lowcomm.rank import (
+from lowcomm.experiment.run_folder import read_metrics
+from lowcomm.experiment.train import train_in_threads
+from lowcomm.model.config import Constraint, ModelConfig
+from lowcomm.model.decoder import Decoder
+from lowcomm.model.spectrum import (
     activation_ranks,
     checkpoint_projections,
     effective_rank,
@@ -20,8 +22,6 @@ from lowcomm.rank import (
     stable_rank,
     stable_ranks,
 )
-from lowcomm.shape import Constraint, ModelConfig
-from lowcomm.train import train_in_threads
 from tests.conftest import small_run
 
 SMALL = ModelConfig(16, 3, 2, 32, 64, 8)

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lowcomm.comm import World
-from lowcomm.config import CommConfig
-from lowcomm.ranks import run_threads
-from lowcomm.replay import hidden, read_traces, recorded, replay
-from lowcomm.train import train_in_threads
-from lowcomm.trainer import Trainer
-from lowcomm.wire import Span
+from lowcomm.comm.config import CommConfig
+from lowcomm.comm.start import run_threads
+from lowcomm.comm.wire import Span
+from lowcomm.comm.world import World
+from lowcomm.cost.replay import hidden, read_traces, recorded, replay
+from lowcomm.experiment.train import train_in_threads
+from lowcomm.experiment.trainer import Trainer
 from tests.conftest import small_run
 
 

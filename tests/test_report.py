@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from lowcomm.report import Comparison, every, student
+from pipelines.report import Comparison, every, student
 
 
 def compared(**losses: list[float]) -> Comparison:

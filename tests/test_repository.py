@@ -14,13 +14,12 @@ import pandas as pd
 import pytest
 import yaml
 
-from lowcomm import ROOT
-from lowcomm.params import load_params
-from lowcomm.report import paper
 from lowcomm.settings import ConfigError
 from pipelines import sources
 from pipelines.clean import cleaned
 from pipelines.index import BEGIN, END, FAMILIES, family, index, minutes, readme_block, stages, with_block
+from pipelines.project import ROOT, load_params
+from pipelines.report import paper
 from pipelines.run_notebook import check_parameters
 from tests.harness import clean_environment
 

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowcomm.comm import World
-from lowcomm.model import Decoder
-from lowcomm.ranks import run_threads
-from lowcomm.ring import in_segments, ring_attention, ring_bytes
-from lowcomm.shape import Constraint, ModelConfig
+from lowcomm.comm.start import run_threads
+from lowcomm.comm.world import World
+from lowcomm.methods.ring import in_segments, ring_attention, ring_bytes
+from lowcomm.model.config import Constraint, ModelConfig
+from lowcomm.model.decoder import Decoder
 
 SMALL = ModelConfig(16, 2, 4, 32, 64, 24, kv_heads=2)
 

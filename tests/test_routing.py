@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from lowcomm.routing import fixed_route, group_of, groups, random_route
+from lowcomm.methods.routing import fixed_route, group_of, groups, random_route
 
 
 @pytest.mark.parametrize(("replicas", "size"), [(2, 2), (4, 2), (5, 2), (7, 2), (7, 3), (7, 4), (8, 4), (9, 9)])

@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 
 from lowcomm.codecs import make_codec
-from lowcomm.pipeline import bubble
-from lowcomm.report import published
-from lowcomm.simulate import (
+from lowcomm.cost.simulate import (
     Exchange,
     Stages,
     Timeline,
@@ -24,7 +22,9 @@ from lowcomm.simulate import (
     streaming,
     train_steps,
 )
-from lowcomm.streaming import layer_fragments
+from lowcomm.methods.pipeline import bubble
+from lowcomm.methods.streaming import layer_fragments
+from pipelines.report import published
 
 SMALL = Workload(layers=2, parameters=2.0, step_seconds=5.0)  # 3 L - 1 nodes of a second each
 

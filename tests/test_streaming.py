@@ -10,22 +10,22 @@ from typing import Any
 
 import pytest
 import torch
+from lowcomm.experiment.runs import last_exchanges
 from safetensors.torch import load_file
 
-from lowcomm.batches import TokenData
-from lowcomm.comm import World
-from lowcomm.fragment import flatten
-from lowcomm.metrics import read_metrics
-from lowcomm.model import Decoder
-from lowcomm.partial import pieces
-from lowcomm.ranks import run_threads
-from lowcomm.runs import last_exchanges
+from lowcomm.comm.start import run_threads
+from lowcomm.comm.transport import CommError
+from lowcomm.comm.world import World
+from lowcomm.experiment.batches import TokenData
+from lowcomm.experiment.run_folder import read_metrics
+from lowcomm.experiment.train import train, train_in_threads
+from lowcomm.experiment.trainer import Trainer
+from lowcomm.methods.outer_state import flatten
+from lowcomm.methods.partial import pieces
+from lowcomm.methods.streaming import Schedule, fragment_count, layer_fragments, parameter_fragments
+from lowcomm.model.config import stage_layers
+from lowcomm.model.decoder import Decoder
 from lowcomm.settings import ConfigError
-from lowcomm.shape import stage_layers
-from lowcomm.streaming import Schedule, fragment_count, layer_fragments, parameter_fragments
-from lowcomm.train import train, train_in_threads
-from lowcomm.trainer import Trainer
-from lowcomm.transport import CommError
 from tests.conftest import command_line, small_run
 from tests.harness import Crash, train_in_processes
 

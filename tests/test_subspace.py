@@ -14,18 +14,16 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from lowcomm.accounting import parameters, trained_parameters, training_flops
-from lowcomm.batches import TokenData
-from lowcomm.boundary import Boundary, id_bytes, low_rank, pack_ids, unpack_ids
-from lowcomm.config import BoundaryConfig, RunConfig
-from lowcomm.metrics import read_metrics
-from lowcomm.model import Decoder, orthonormal
-from lowcomm.partial import pieces, train_slice
-from lowcomm.presets import PRESETS
-from lowcomm.ranks import run_threads
-from lowcomm.settings import ConfigError
-from lowcomm.shape import Constraint, ModelConfig
-from lowcomm.subspace import (
+from lowcomm.comm.start import run_threads
+from lowcomm.experiment.batches import TokenData
+from lowcomm.experiment.config import RunConfig
+from lowcomm.experiment.run_folder import read_metrics
+from lowcomm.experiment.train import train_in_threads
+from lowcomm.experiment.trainer import Trainer
+from lowcomm.methods.boundary import Boundary, id_bytes, low_rank, pack_ids, unpack_ids
+from lowcomm.methods.config import BoundaryConfig
+from lowcomm.methods.partial import pieces, train_slice
+from lowcomm.methods.subspace import (
     RowAdamW,
     grassmann_gradient,
     grassmann_step,
@@ -34,8 +32,11 @@ from lowcomm.subspace import (
     project,
     share_outside,
 )
-from lowcomm.train import train_in_threads
-from lowcomm.trainer import Trainer
+from lowcomm.model.accounting import parameters, trained_parameters, training_flops
+from lowcomm.model.config import Constraint, ModelConfig
+from lowcomm.model.decoder import Decoder, orthonormal
+from lowcomm.model.presets import PRESETS
+from lowcomm.settings import ConfigError
 from tests.conftest import command_line, small_run
 from tests.harness import Crash, train_in_processes
 

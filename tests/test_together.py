@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from lowcomm.config import MethodConfig, RunConfig
+from lowcomm.experiment.config import RunConfig
+from lowcomm.experiment.train import train_in_threads
+from lowcomm.experiment.trainer import Trainer
+from lowcomm.methods.config import MethodConfig
 from lowcomm.settings import ConfigError, build
-from lowcomm.train import train_in_threads
-from lowcomm.trainer import Trainer
 from tests.conftest import small_run
 from tests.harness import Crash
 

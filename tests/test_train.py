@@ -16,16 +16,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lowcomm import stop
-from lowcomm.batches import TokenData
-from lowcomm.comm import World
-from lowcomm.config import RunConfig
-from lowcomm.metrics import read_metrics
-from lowcomm.model import Decoder
-from lowcomm.ranks import run_threads
+from lowcomm.comm.start import run_threads
+from lowcomm.comm.world import World
+from lowcomm.experiment import stop
+from lowcomm.experiment.batches import TokenData
+from lowcomm.experiment.config import RunConfig
+from lowcomm.experiment.run_folder import read_metrics
+from lowcomm.experiment.train import train, train_in_threads
+from lowcomm.experiment.trainer import Trainer, learning_rate
+from lowcomm.model.decoder import Decoder
 from lowcomm.settings import ConfigError
-from lowcomm.train import train, train_in_threads
-from lowcomm.trainer import Trainer, learning_rate
 from tests.conftest import command_line, small_run
 from tests.harness import Crash, clean_environment, forked_command, torchrun_command, train_in_processes
 

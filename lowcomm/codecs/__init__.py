@@ -1,0 +1,14 @@
+"""Encodings of what travels: a codec turns fp32 values into packed bytes and back.
+
+    fp32, fp16, bf16   the dtype itself (`cast`)
+    eXmY               a small float of 1 + X + Y bits (`small_float`)
+    int8, sign         multiples of a block's scale, -127 to 127, or plus and minus it (`scaled`)
+    topk               the largest magnitudes (`sparse`)
+    dropout, dare      random values (`sparse`)
+
+Every code is finite; NaN and infinities are refused by name. `codec` says how to add one.
+"""
+
+from lowcomm.codecs.codec import Codec, make_codec, message_seed
+
+__all__ = ["Codec", "make_codec", "message_seed"]

@@ -1,0 +1,67 @@
+"""What a codec is: fp32 values to packed bytes and back.
+
+To add one, write a file here with a class that derives from `Codec` and has `names`. Settings then accept them, means,
+pipelines, closed forms and the planner use it, and the tests of all codecs hold it to its sizes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import numpy as np
+from torch import Tensor
+
+from lowcomm.choices import Choice, choose
+from lowcomm.settings import ConfigError
+
+
+class Codec(Choice, ABC):
+    """fp32 [n] -> uint8 [nbytes(n)] and back.
+
+    Attributes:
+        name: what the members of a mean must agree on; settings that change the encoding are part of it.
+        lossless: whether decode(encode(x)) equals x bit for bit.
+        block: shares that begin at multiples of it may be encoded one by one, with the same values; 0 if they may not.
+        sparse: whether it leaves values out, so that the setting `codec_keep` says how many are sent.
+    """
+
+    name: str
+    lossless: bool = False
+    block: int
+    sparse: ClassVar[bool] = False
+
+    @classmethod
+    def of(cls, name: str, keep: float) -> Codec:
+        """The codec of one of the class' names; `keep` is the share of the values that a sparse one sends."""
+        return cls()
+
+    @abstractmethod
+    def encode(self, x: Tensor, seed: int = 0) -> Tensor:
+        """Pack x [n]; `seed` decides random choices. Raises ValueError for NaN and infinities."""
+
+    @abstractmethod
+    def decode(self, packed: Tensor, numel: int) -> Tensor:
+        """Unpack what `encode` made of `numel` values, as fp32."""
+
+    @abstractmethod
+    def nbytes(self, numel: int) -> int:
+        """Bytes of `numel` encoded values."""
+
+
+def make_codec(name: str, keep: float = 1.0, *, where: str = "codec") -> Codec:
+    """The codec of a name. `keep`: the share of the values that a sparse one sends, above 0 and at most 1.
+
+    Raises ConfigError for an unknown name, and for a share that means nothing; `where` names the setting in it.
+    """
+    cls = choose(Codec, name, where)
+    if keep != 1.0 and not cls.sparse:
+        raise ConfigError(f"{where}_keep means nothing with {where} = {name}: it sends all values")
+    if not 0 < keep <= 1:
+        raise ConfigError(f"{where}_keep = {keep} is a share of the values: above 0 and at most 1")
+    return cls.of(name, keep)
+
+
+def message_seed(*key: int) -> int:
+    """The seed, of 62 bits, of a message's random choices: `key` (whole numbers from 0) says which message it is."""
+    return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 2)

@@ -1,0 +1,124 @@
+"""The mean of encoded values over the members of a group, section by section.
+
+A section is a run of values with owners of its own (`accounting.Section`): only they say what it is, all members get
+the mean. Each is gathered whole, or reduced in shares whose sums travel as fp32, whichever sends fewer bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lowcomm.codecs import Codec
+from lowcomm.comm.axis import Op, rotation
+from lowcomm.comm.shares import Section, block_shares, encoded_mean_in_shares
+from lowcomm.comm.transport import CommError
+
+
+class EncodedMean:
+    """One such mean, on one rank.
+
+    Args:
+        x: flat fp32 values, replaced by the mean.
+        codec, seed: how they are encoded; each section has a seed of its own, the next one.
+        sections: of `x` in order, owners as indices on the axis.
+        members: of the group, as indices on the axis.
+        me: this rank's index.
+    """
+
+    def __init__(
+        self, x: Tensor, codec: Codec, seed: int, sections: Sequence[Section], members: Sequence[int], me: int
+    ):
+        held = sum(numel for numel, _ in sections)
+        if held != x.numel():
+            raise ValueError(f"sections hold {held} values, x {x.numel()}")
+        self.x, self.members, self.me = x, list(members), me
+        parts = x.split([numel for numel, _ in sections])
+        self.parts = [
+            _Part(part, codec, [i for i in members if i in owners], len(members), seed + index)
+            for index, (part, (_, owners)) in enumerate(zip(parts, sections, strict=True))
+        ]
+
+    def alone(self) -> Tensor:
+        """The mean where this rank is the only member: what decoding makes of its own values."""
+        for part in self.parts:
+            part.reduce(self.me, [part.packed(self.me)] if part.owners else [])
+        return self.x
+
+    def over(self, op: Op) -> Tensor:
+        """The mean; what is encoded is exchanged first, then the sums of shares."""
+        me, members, parts = self.me, self.members, self.parts
+        to, source = rotation(members, me)
+        packed = {i: [part.packed(i) for part in parts if part.meet(me, i)] for i in members}
+        sizes = {i: [part.nbytes(me) for part in parts if part.meet(i, me)] for i in members}
+        from_ = [i for i in source if sizes[i]]
+        taken = op.swap([(i, _joined(packed[i])) for i in to if packed[i]], [(i, None) for i in from_])
+        arrived = {me: iter(packed[me])}
+        for i, message in zip(from_, taken, strict=True):
+            if message.numel() != sum(sizes[i]):
+                raise CommError(f"rank {op.axis.ranks[i]} sent {message.numel()} bytes instead of {sum(sizes[i])}")
+            arrived[i] = iter(message.split(sizes[i]))
+        for part in parts:
+            part.reduce(me, [next(arrived[i]) for i in part.owners if part.meet(i, me)])
+        shared = {i: [part.share(i) for part in parts if part.in_shares and i in part.owners] for i in members}
+        if any(shared.values()):
+            from_ = [i for i in source if shared[i]]
+            # One share is received in its place, several together.
+            into = [(i, _joined(shared[i])) for i in from_]
+            # Who owns nothing of a section has met nobody yet.
+            met = all(len(part.owners) == len(members) for part in parts if part.in_shares)
+            op.swap([(i, _joined(shared[me])) for i in to if shared[me]], into, agreed=met)
+            for i, message in into:
+                if len(shared[i]) > 1:
+                    torch._foreach_copy_(shared[i], message.split([s.numel() for s in shared[i]]))
+        return self.x
+
+
+class _Part:
+    """One section of an encoded mean: values `x`, and those members who own them."""
+
+    def __init__(self, x: Tensor, codec: Codec, owners: list[int], members: int, seed: int):
+        self.x, self.codec, self.owners, self.seed = x, codec, owners, seed
+        self.in_shares = encoded_mean_in_shares(x.numel(), codec, members, len(owners))
+        bounds = block_shares(x.numel(), codec.block, len(owners)) if self.in_shares else []
+        self._bounds = dict(zip(owners, bounds, strict=False))
+        self._whole: Tensor | None = None  # encoded
+
+    def meet(self, sender: int, receiver: int) -> bool:
+        """Whether one sends the other encoded values."""
+        return sender in self.owners and (receiver in self.owners or not self.in_shares)
+
+    def share(self, i: int) -> Tensor:
+        """What `i` reduces: its share, or all where every member does."""
+        return self.x[slice(*self._bounds[i])] if self.in_shares else self.x
+
+    def packed(self, i: int) -> Tensor:
+        """What this rank says, encoded, of what `i` reduces."""
+        if self.in_shares:
+            return self.codec.encode(self.share(i), self.seed)
+        if self._whole is None:
+            self._whole = self.codec.encode(self.x, self.seed)
+        return self._whole
+
+    def nbytes(self, me: int) -> int:
+        """Of each message of what this rank reduces."""
+        return self.codec.nbytes(self.share(me).numel())
+
+    def reduce(self, me: int, messages: list[Tensor]) -> None:
+        """The mean of what the owners say, in their order, into its place."""
+        if not self.owners:
+            self.x.zero_()
+        if not messages:
+            return
+        own = self.share(me)
+        total = self.codec.decode(messages[0], own.numel())
+        for message in messages[1:]:
+            part = self.codec.decode(message, own.numel())
+            total = torch.add(total, part, out=part)
+        torch.div(total, len(messages), out=own)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -1,0 +1,232 @@
+"""Ranks as processes under torchrun. The only module that talks through torch.distributed."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import queue
+import threading
+import zlib
+from collections import deque
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lowcomm.comm.transport import HEADER_BYTES, CommError, Consume, Header, Incoming, Outgoing
+
+#: A payload that is consumed as it comes is cut into pieces of this size, and this many of them are on their way
+#: from each peer: small enough that a piece is summed while it is still in the cache.
+PIECE_BYTES, PIECES_AHEAD = 2 << 20, 4
+
+
+def _bytes_of(x: Tensor) -> Tensor:
+    return x.view(-1).view(torch.uint8)
+
+
+def _tag(channel: int, payload: Tensor) -> int:
+    """A payload's tag says its shape: gloo ends the process when a payload is longer than its buffer, so ranks
+    that disagree must miss each other's payloads and meet in the headers, whose tag is the channel alone."""
+    return 1 << 30 | zlib.crc32(f"{channel} {payload.dtype} {tuple(payload.shape)}".encode()) >> 2
+
+
+class ProcessTransport:
+    """Ranks as processes under torchrun: gloo on the CPU, NCCL between GPUs.
+
+    With gloo a tensor on a GPU is staged through the CPU, so several ranks may share one GPU. So are messages and what
+    groups do, with NCCL too: it carries out what a rank asks of it in one order, and theirs differs from rank to rank.
+    """
+
+    in_one_process = False
+
+    def __init__(self, backend: str, timeout_s: float):
+        missing = [k for k in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if k not in os.environ]
+        if missing:
+            raise CommError(f"not under torchrun: {', '.join(missing)} not set")
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+        gpus = torch.cuda.device_count()
+        if backend == "nccl" and gpus < local:
+            raise CommError(
+                f"comm.backend = nccl needs a GPU for each rank: {local} ranks on this machine, {gpus} GPUs;"
+                " use gloo to share GPUs or the CPU"
+            )
+        self.uses_nccl = backend == "nccl" or (backend == "auto" and gpus >= local)
+        self.timeout = datetime.timedelta(seconds=timeout_s)
+        store, self.rank, self.size = next(iter(dist.rendezvous("env://")))
+        self._store = store.clone()  # its own connection: notes are read while other calls block
+        if self.uses_nccl:
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if self.uses_nccl else "gloo",
+            store=store,
+            rank=self.rank,
+            world_size=self.size,
+            timeout=self.timeout,
+        )
+        #: Buffered sends that may be under way, None at the end: (work, the tensor that it reads, destination).
+        self._posted: queue.SimpleQueue[tuple[dist.Work, Tensor, int] | None] = queue.SimpleQueue()
+        self._reaper = threading.Thread(target=self._reap, name="sent", daemon=True)
+        self._lost: CommError | None = None  # the first of them that failed
+        self._reaper.start()
+        self._pieces: dict[tuple[int, int], Tensor] = {}  # (channel, sources) -> room for the pieces on their way
+
+    def _wait(self, work: dist.Work, what: str) -> None:
+        try:
+            work.wait(self.timeout)
+        except RuntimeError as error:
+            reason = self.read("abort")
+            raise CommError(f"{what}: {reason or str(error).splitlines()[0]}") from None
+
+    def _post(self, dst: int, tensor: Tensor, tag: int) -> dist.Work:
+        try:
+            return dist.isend(tensor, dst, tag=tag)
+        except RuntimeError as error:
+            raise CommError(f"sending to rank {dst}: {self.read('abort') or str(error).splitlines()[0]}") from None
+
+    def _expect(self, src: int, tensor: Tensor, tag: int) -> dist.Work:
+        try:
+            return dist.irecv(tensor, src, tag=tag)
+        except RuntimeError as error:
+            raise CommError(f"waiting for rank {src}: {self.read('abort') or str(error).splitlines()[0]}") from None
+
+    def swap(
+        self,
+        channel: int,
+        out: list[Outgoing],
+        into: list[Incoming],
+        *,
+        buffered: bool = False,
+        bare: bool = False,
+        consume: Consume | None = None,
+        direct: bool = False,
+    ) -> None:
+        nccl = self.uses_nccl and direct
+        on_gpu = any(x.is_cuda for x in [*(x for _, _, x in out), *(x for _, x, _ in into if x is not None)])
+        in_pieces = consume is not None and not on_gpu
+
+        def expect(src: int, buffer: Tensor) -> tuple[dist.Work, Tensor] | None:
+            if in_pieces or not buffer.numel() or (nccl and buffer.is_cuda):
+                return None
+            wire = torch.empty_like(buffer, device="cpu") if buffer.is_cuda else buffer
+            return self._expect(src, _bytes_of(wire), _tag(channel, buffer)), wire
+
+        # A payload that finds its buffer waiting needs no round trip, so buffers of known shape are posted first.
+        headers = [torch.empty(HEADER_BYTES, dtype=torch.uint8) for _ in into]
+        header_works = [self._expect(src, h, channel) for (src, _, _), h in zip(into, headers, strict=True) if not bare]
+        early = [None if x is None else expect(src, x) for src, x, _ in into]
+        pieces = self._take_pieces(channel, [src for src, _, _ in into], into[0][1]) if in_pieces else iter(())
+        sends = []
+        for dst, header, payload in out:
+            if not bare:
+                packed = header.pack()
+                sends.append((self._post(dst, packed, channel), packed, dst))
+            if payload.numel() and not (nccl and payload.is_cuda):
+                wire = _bytes_of(payload.cpu() if payload.is_cuda else payload.clone() if buffered else payload)
+                for piece in wire.split(PIECE_BYTES) if in_pieces else [wire]:
+                    sends.append((self._post(dst, piece, _tag(channel, payload)), piece, dst))
+        arriving = []
+        for i, (src, x, accept) in enumerate(into):
+            if not bare:
+                self._wait(header_works[i], f"waiting for rank {src}")
+            buffer = accept(None if bare else Header.unpack(headers[i]))
+            if consume and on_gpu:
+                buffer = torch.empty_like(buffer)
+            arriving.append((src, buffer, early[i] if x is not None else expect(src, buffer)))
+        for begin, end, parts in pieces:
+            consume(begin, end, parts)
+        for src, buffer, payload in arriving:
+            if payload is not None:
+                work, wire = payload
+                self._wait(work, f"waiting for rank {src}")
+                if wire is not buffer:
+                    buffer.copy_(wire)
+        if nccl:
+            self._swap_on_gpus([(d, x) for d, _, x in out], [(src, x) for src, x, _ in arriving])
+        if consume and on_gpu:
+            consume(0, arriving[0][1].numel(), [x for _, x, _ in arriving])
+        for send in sends:
+            if buffered:
+                self._posted.put(send)
+            else:
+                self._wait(send[0], f"sending to rank {send[2]}")
+        if self._lost is not None:
+            raise self._lost
+
+    def _reap(self) -> None:
+        """Let go of what was sent as soon as it is taken."""
+        while (send := self._posted.get()) is not None:
+            try:
+                self._wait(send[0], f"sending to rank {send[2]}")
+            except CommError as error:
+                self._lost = self._lost or error
+            del send
+
+    def _take_pieces(self, channel: int, sources: list[int], like: Tensor) -> Iterator[tuple[int, int, list[Tensor]]]:
+        """Expect payloads shaped as `like`: their pieces, as they come."""
+        key = channel, len(sources)
+        if key not in self._pieces:
+            self._pieces[key] = torch.empty(PIECES_AHEAD, len(sources), PIECE_BYTES, dtype=torch.uint8)
+        values = PIECE_BYTES // like.element_size()
+        spans = [(b, min(b + values, like.numel())) for b in range(0, like.numel(), values)]
+
+        def room(k: int) -> Tensor:
+            begin, end = spans[k]
+            return self._pieces[key][k % PIECES_AHEAD, :, : (end - begin) * like.element_size()]
+
+        def expect(k: int) -> list[dist.Work]:
+            tag = _tag(channel, like)
+            return [self._expect(src, x, tag) for src, x in zip(sources, room(k), strict=True)]
+
+        coming = deque(expect(k) for k in range(min(PIECES_AHEAD, len(spans))))  # now, not when the first is asked for
+
+        def pieces() -> Iterator[tuple[int, int, list[Tensor]]]:
+            for k, (begin, end) in enumerate(spans):
+                for src, work in zip(sources, coming.popleft(), strict=True):
+                    self._wait(work, f"waiting for rank {src}")
+                yield begin, end, [x.view(like.dtype) for x in room(k)]
+                if k + PIECES_AHEAD < len(spans):
+                    coming.append(expect(k + PIECES_AHEAD))
+
+        return pieces()
+
+    def _swap_on_gpus(self, out: list[tuple[int, Tensor]], into: list[tuple[int, Tensor]]) -> None:
+        # One group, because NCCL's sends and receives between a pair block each other otherwise.
+        calls = [dist.P2POp(dist.isend, x, dst) for dst, x in out if x.is_cuda and x.numel()]
+        calls += [dist.P2POp(dist.irecv, x, src) for src, x in into if x.is_cuda and x.numel()]
+        for work in dist.batch_isend_irecv(calls) if calls else []:
+            self._wait(work, "swapping between GPUs")
+
+    def all_reduce(self, x: Tensor, group: dist.ProcessGroup) -> None:
+        """The backend's own sum, in its own order."""
+        staged = x if self.uses_nccl or not x.is_cuda else x.cpu()
+        self._wait(dist.all_reduce(staged, group=group, async_op=True), "native reduction")
+        if staged is not x:
+            x.copy_(staged)
+
+    def group(self, ranks: list[int]) -> dist.ProcessGroup:
+        """A process group; every rank must ask for the same ones in the same order."""
+        return dist.new_group(ranks)
+
+    def note(self, key: str, value: str) -> None:
+        self._store.set(f"lowcomm/{key}", value)
+
+    def read(self, key: str) -> str | None:
+        try:
+            if self._store.check([f"lowcomm/{key}"]):
+                return self._store.get(f"lowcomm/{key}").decode()
+        except RuntimeError:  # the store's own process is gone
+            pass
+        return None
+
+    def abort(self, reason: str) -> None:
+        with contextlib.suppress(RuntimeError):  # the store's own process is gone
+            self.note("abort", reason)
+
+    def close(self) -> None:
+        self._posted.put(None)
+        self._reaper.join()
+        dist.destroy_process_group()
+        if self._lost is not None:
+            raise self._lost

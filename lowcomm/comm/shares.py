@@ -1,0 +1,88 @@
+"""Who has which share of a mean, and how many bytes that takes: closed forms with which verbs and ledger agree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, Protocol
+
+
+def shares(numel: int, ranks: int) -> list[tuple[int, int]]:
+    """[begin, end) of each rank's share of `numel` values; contiguous, sizes differ by at most one."""
+    bounds = [numel * r // ranks for r in range(ranks + 1)]
+    return list(pairwise(bounds))
+
+
+def mean_bytes(numel: int, itemsize: int, ranks: int, rank: int = 0) -> int:
+    """Bytes that `rank` sends in one mean of `numel` values: every other share, then its own to all.
+
+    numel + (ranks - 2) * share values, so 2 (R-1)/R of the payload when R divides it: the bytes of a ring.
+    """
+    if ranks == 1:
+        return 0
+    begin, end = shares(numel, ranks)[rank]
+    return (numel + (ranks - 2) * (end - begin)) * itemsize
+
+
+class Encoding(Protocol):
+    """What a codec says of its sizes; see `codecs.Codec`."""
+
+    block: int
+
+    def nbytes(self, numel: int) -> int: ...
+
+
+def block_shares(numel: int, block: int, ranks: int) -> list[tuple[int, int]]:
+    """[begin, end) of each rank's share, in whole blocks but for the end."""
+    return [(begin * block, min(end * block, numel)) for begin, end in shares(-(-numel // block), ranks)]
+
+
+#: A part of what is averaged: how many values, and which members have something to say about them.
+Section = tuple[int, Sequence[int]]
+
+
+def encoded_mean_in_shares(numel: int, codec: Encoding, ranks: int, owners: int | None = None) -> bool:
+    """Whether a mean of encoded values sends fewer bytes when each owner sums a share and then shares the sum in fp32.
+
+    With R ranks, O of them owners (default: all), and b bytes a value: gathered, every rank gets every owner's values,
+    O (R - 1) b n bytes in all. In shares, each owner sends the other owners their shares, encoded, and then its own sum
+    to every rank as fp32: ((O - 1) b + 4 (R - 1)) n. With O = R shares win from R = 9 at 4 bits; with O = 1, never.
+    """
+    owners = ranks if owners is None else owners
+    if codec.block == 0 or owners == 0:
+        return False
+    encoded = sum(codec.nbytes(end - begin) for begin, end in block_shares(numel, codec.block, owners))
+    return (owners - 1) * encoded + 4 * (ranks - 1) * numel < owners * (ranks - 1) * codec.nbytes(numel)
+
+
+def encoded_mean_bytes(numel: int, codec: Encoding, ranks: int, rank: int = 0) -> int:
+    """Bytes that `rank` sends in one mean of `numel` encoded values."""
+    return owned_mean_bytes([(numel, range(ranks))], codec, ranks, rank)
+
+
+def owned_mean_bytes(sections: Sequence[Section], codec: Encoding, ranks: int, rank: int = 0) -> int:
+    """Bytes that `rank` sends in one mean of encoded values, of each section over its owners.
+
+    Of n fp32 values in N sections of R/N owners each, (1 + 1/N - 2/R) 4 n; with zeros for what a rank does not own, in
+    an ordinary mean, (2 - 2/R) 4 n.
+    """
+    if ranks == 1:
+        return 0
+    sent = 0
+    for numel, owners in sections:
+        if rank not in owners:
+            continue
+        if encoded_mean_in_shares(numel, codec, ranks, len(owners)):
+            sizes = [end - begin for begin, end in block_shares(numel, codec.block, len(owners))]
+            mine = list(owners).index(rank)
+            sent += sum(codec.nbytes(size) for i, size in enumerate(sizes) if i != mine) + (ranks - 1) * 4 * sizes[mine]
+        else:
+            sent += (ranks - 1) * codec.nbytes(numel)
+    return sent
+
+
+def ring_seconds(payload_bytes: float, ranks: int, bits_per_second: Any, latency_s: float = 0.0) -> Any:
+    """Seconds of a mean over a link: 2 (R-1)/R * 8 S / B, and two latencies (one a phase). B may be an array."""
+    if ranks == 1:
+        return 0.0
+    return 2 * (ranks - 1) / ranks * 8 * payload_bytes / bits_per_second + 2 * latency_s

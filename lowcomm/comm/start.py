@@ -1,0 +1,111 @@
+"""Starting ranks: threads of this process, or the processes of a torchrun."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lowcomm.comm.config import CommConfig
+from lowcomm.comm.processes import ProcessTransport
+from lowcomm.comm.threads import ThreadHub, ThreadTransport
+from lowcomm.comm.world import World
+from lowcomm.settings import ConfigError
+
+
+def default_device() -> torch.device:
+    """The CPU where there is no GPU; else one, shared where ranks outnumber GPUs."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+
+
+def run_threads(
+    work: Callable[[World], Any], *, replicas: int, stages: int = 1, comm: CommConfig | None = None
+) -> list[Any]:
+    """Run `work(world)` on replicas x stages ranks, each a thread of this process; results in rank order.
+
+    All share one GPU where there is one.
+
+    If a rank fails, the others are woken with its reason, and its own error is raised here. An interrupt asks
+    training to stop (it finishes its step and writes a checkpoint); a second one ends all verbs at once.
+    """
+    comm = comm or CommConfig()
+    if comm.backend != "auto":
+        raise ConfigError(f"comm.backend = {comm.backend} is for processes (torchrun); threads have none")
+    ranks = replicas * stages
+    hub = ThreadHub(ranks, comm.timeout_s)
+    results: list[Any] = [None] * ranks
+    errors: list[BaseException | None] = [None] * ranks
+    order: list[int] = []
+    # Thread.join, interrupted once, takes a thread that still runs for one that has ended.
+    ended = [threading.Event() for _ in range(ranks)]
+
+    def body(rank: int) -> None:
+        world = None
+        try:
+            world = World(
+                ThreadTransport(hub, rank), replicas=replicas, stages=stages, comm=comm, device=default_device()
+            )
+            results[rank] = work(world)
+            world.close()
+        except BaseException as error:
+            errors[rank] = error
+            order.append(rank)
+            hub.abort(f"rank {rank} failed: {type(error).__name__}: {error}")
+            if world is not None:
+                world.stop()
+        finally:
+            ended[rank].set()
+
+    def wait() -> None:
+        for t, event in zip(threads, ended, strict=True):
+            if t.ident is not None:  # else it could not be started
+                event.wait()
+                t.join()
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # as under torchrun: losses must not depend on the transport
+    # MKL's vector functions set themselves up on first use, and not safely: of two threads that both come first,
+    # one may get cosines that are off in the fourth digit. So the first use is here, alone.
+    torch.ones(1).cos()
+    threads = [threading.Thread(target=body, args=(r,), name=f"rank-{r}", daemon=True) for r in range(ranks)]
+    try:
+        for t in threads:
+            t.start()
+        wait()
+    except BaseException as error:
+        try:
+            hub.note("stop", "interrupted")
+            wait()
+        finally:
+            hub.abort(f"interrupted: {type(error).__name__}")
+        raise
+    finally:
+        torch.set_num_threads(before)
+    if order:
+        raise errors[order[0]]
+    return results
+
+
+def world_from_torchrun(
+    *, replicas: int, stages: int = 1, comm: CommConfig | None = None, transport: ProcessTransport | None = None
+) -> World:
+    """The World of this torchrun process: on its own GPU with NCCL, else on the shared GPU or the CPU.
+
+    `transport`: of an earlier World that has left it.
+    """
+    comm = comm or CommConfig()
+    shared_clock = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+    if (comm.link_mbit_per_s or comm.link_latency_ms) and comm.clock == "real" and not shared_clock:
+        raise ConfigError(
+            "a link in real time is emulated by the clock that ranks of one machine share, and these are on several:"
+            " use comm.clock = virtual, or no link"
+        )
+    torch.set_num_threads(1)
+    transport = transport or ProcessTransport(comm.backend, comm.timeout_s)
+    device = torch.device("cuda", torch.cuda.current_device()) if transport.uses_nccl else default_device()
+    return World(transport, replicas=replicas, stages=stages, comm=comm, device=device)

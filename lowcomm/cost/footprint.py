@@ -1,0 +1,85 @@
+"""What a machine must hold for a run, from its configuration alone.
+
+Everything is counted in fp32, as `trainer` keeps it; under bf16 autocast activations take less, and weights once more
+in bf16 while a step goes on.
+
+Of activations this says what is alive at the worst moment of a step in GPipe's order: all micro-batches have gone
+forward, none has come back. It is close, not exact: tests hold it within a fifth of what autograd saves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from lowcomm.cost.predict import kinds_of_stage, message_bytes, stage_numel
+from lowcomm.experiment.config import RunConfig
+from lowcomm.methods.subspace import overhead_bytes
+from lowcomm.model.accounting import MemoryCount, memory, parameters, trained_parameters
+from lowcomm.model.config import stage_layers
+
+
+def stage_memory(config: RunConfig, stage: int) -> MemoryCount:
+    """What a stage's machine holds, activations apart.
+
+    Where outer state is offloaded, NoLoCo's mean of the next peers' slow weights is still on the device.
+    """
+    m, c, numel = config.method, config.model, stage_numel(config, stage)
+    part = dataclasses.replace(c, layers=len(stage_layers(c.layers, config.stages, stage)))
+    whole, trained = parameters(part), trained_parameters(part, m.sliced, m.slices)
+    buffers, fetched, waiting = 0, None, False
+    if config.exchanges_parameters:
+        plan = config.plan(stage)
+        waiting = plan.outer.needs_peers
+        buffers = 1 + len(plan.outer.of(m).buffers(torch.empty(0))) + waiting
+        fetched = max(f.numel for f in plan.fragments) if m.offload_outer else None
+    found = memory(
+        numel,
+        inner=config.train.optimizer,
+        outer_buffers=buffers,
+        fetched=fetched,
+        trained=numel - (whole.total - trained.total),
+    )
+    if waiting and fetched is not None:
+        found = dataclasses.replace(found, outer_on_device=4 * (fetched * (buffers - 1) + numel))
+    return found
+
+
+def activation_bytes(config: RunConfig, stage: int) -> int:
+    """What the forward passes of a step leave at a stage for the backward passes, and what one of these takes.
+
+    With `train.recompute` the input of every block, without it the insides of every block; of all micro-batches where
+    there are stages, and then room for the gradients that come back, or at the last stage those of the residual stream.
+    And of one micro-batch the larger of what the head has (logits, log-probabilities and their gradient) and, with
+    `train.recompute`, the insides of a block.
+    """
+    c, t = config.model, config.train
+    tokens = config.local_batch // t.accumulation * t.seq_len
+    micro_batches = t.accumulation if config.stages > 1 else 1
+    layers = len(stage_layers(config.model.layers, config.stages, stage))
+    q, kv = c.heads * c.width_of_head, c.key_value_heads * c.width_of_head
+    inside = 4 * c.dim + 3 * q + 2 * kv + (4 if c.mlp == "gated" else 2) * c.ffn_dim
+    waiting = layers * (c.dim if t.recompute else inside)
+    last = stage == config.stages - 1
+    at_once = max(last * 3 * c.vocab_size, t.recompute * inside)
+    gradients = 0
+    if config.stages > 1:
+        gradients = 4 * tokens * c.dim if last else message_bytes(config)[1]
+    return 4 * tokens * (micro_batches * waiting + at_once) + micro_batches * gradients
+
+
+def node_bytes(config: RunConfig) -> int:
+    """Memory of the machine that holds most: weights, gradients, optimizer and outer state, and the larger of
+    activations and the copy of all gradients that is averaged; a fragment on its way; and a subspace's tables."""
+    most, m = 0, config.method
+    for stage in kinds_of_stage(config):
+        copy = 4 * stage_numel(config, stage) * (m.exchange == "gradients" and config.replicas > 1)
+        held = stage_memory(config, stage).on_device + max(activation_bytes(config, stage), copy)
+        if config.exchanges_parameters and max(m.overlap_steps) > 0:
+            held += 4 * max(f.numel for f in config.plan(stage).fragments)
+        most = max(most, held)
+    if m.boundary.kind == "subspace":
+        tables = overhead_bytes(config.model, m.boundary)
+        most += sum(nbytes for nbytes in tables.values() if nbytes > 0)
+    return most

@@ -1,0 +1,129 @@
+"""What methods are put together from, and what each ingredient was measured to cost in loss.
+
+Measured are runs of params.yaml (`results/<scale>/together/penalties.csv`), as logarithms of ratios of losses, which
+are added up. An ingredient is taken from the run nearest to it, and `extrapolated` says how far it is from there: the
+largest factor between what is asked and what was run, of replicas, H, slices or the stream's share; the model's size
+and the length of training apart. Loss ~ tokens^-b (also measured) turns a penalty into the tokens that buy it back.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from lowcomm.methods.config import BoundaryConfig, MethodConfig
+from lowcomm.model.config import ModelConfig
+from lowcomm.settings import ConfigError
+
+
+@dataclass(frozen=True)
+class Method:
+    """Ingredients. `ratio`: D / k of a subspace, 1 for a dense boundary; `sync`: H, 0 where gradients are exchanged."""
+
+    sync: int = 0
+    streaming: bool = False
+    pairs: bool = False
+    slices: int = 1
+    ratio: int = 1
+
+    @property
+    def name(self) -> str:
+        parts = ["gradients" if not self.sync else f"every {self.sync} steps"]
+        parts += ["streaming"] * self.streaming + ["pairs"] * self.pairs
+        parts += [f"1/{self.slices} of MLPs"] * (self.slices > 1) + [f"subspace 1/{self.ratio}"] * (self.ratio > 1)
+        return ", ".join(parts)
+
+    def settings(self, model: ModelConfig, stages: int) -> MethodConfig:
+        """As `params.yaml` would say it; numbers are the laptop scale's, tuned there."""
+        codec = "bf16" if stages > 1 else "fp32"  # as what is computed
+        boundary = BoundaryConfig(codec=codec)
+        if self.ratio > 1:
+            rank = max(1, model.dim // self.ratio)
+            boundary = BoundaryConfig("subspace", rank, codec, update_every_steps=500, update_lr=1.0)
+        route = "random_micro_batch" if self.pairs and stages > 1 else "fixed"
+        if not self.sync:
+            return MethodConfig(exchange="gradients", boundary=boundary)
+        found: dict[str, Any] = {"outer": "nesterov", "outer_lr": 0.4, "outer_momentum": 0.9}
+        if self.pairs:
+            found = {"outer": "noloco", "outer_lr": 0.7, "outer_momentum": 0.5, "outer_pull": 0.7, "peers": "group"}
+        if self.streaming:
+            found |= {"fragments": "strided", "overlap_steps": (1,), "mixing": 0.5, "codec": "e3m0"}
+            found |= {"offload_outer": True}
+        if self.slices > 1:
+            found |= {"trainable": "slice", "slices": self.slices, "sliced": ("mlp",)}
+        return MethodConfig("parameters", sync_every_steps=self.sync, route=route, boundary=boundary, **found)
+
+
+@dataclass(frozen=True)
+class Penalty:
+    """ln(loss / data-parallel's): what was measured, its standard deviation, and how far from there it was taken."""
+
+    log_ratio: float
+    deviation: float
+    extrapolated: float
+
+
+class Penalties:
+    """What runs measured of each ingredient.
+
+    Args:
+        table: columns ingredient, replicas, amount, log_ratio, deviation. "local updates" are at H = 30, "rounds" what
+            another H (the amount) adds; the amount of "slices" is their number, of "subspace" D / k; one row is
+            "tokens", whose log_ratio is -b of loss ~ tokens^-b.
+    """
+
+    def __init__(self, table: pd.DataFrame):
+        self.rows = {name: list(some.itertuples()) for name, some in table.groupby("ingredient")}
+        slopes = self.rows.get("tokens", [])
+        if len(slopes) != 1 or not slopes[0].log_ratio < 0:
+            raise ConfigError(f"loss must fall with tokens, in one row: got {[s.log_ratio for s in slopes]}")
+        self.exponent, self.exponent_deviation = float(-slopes[0].log_ratio), float(slopes[0].deviation)
+
+    @classmethod
+    def read(cls, path: Path) -> Penalties:
+        """Those of a file: `results/<scale>/together/penalties.csv`. Raises ConfigError where there is none."""
+        if not path.exists():
+            raise ConfigError(f"{path} is missing: `dvc repro together` writes it")
+        return cls(pd.read_csv(path))
+
+    def nearest(self, ingredient: str, replicas: float, amount: float) -> Penalty:
+        """The run whose replicas and amount are nearest, as logarithms."""
+        if ingredient not in self.rows:
+            raise ConfigError(f"no run has measured {ingredient}")
+
+        def apart(row: Any) -> tuple[float, float]:
+            return abs(math.log(replicas / row.replicas)), abs(math.log(amount / row.amount))
+
+        row = min(self.rows[ingredient], key=lambda row: sum(apart(row)))
+        return Penalty(float(row.log_ratio), float(row.deviation), math.exp(max(apart(row))))
+
+    def of(self, method: Method, replicas: int, stages: int) -> Penalty:
+        """Of all ingredients together; dense data-parallel training has none."""
+        parts = []
+        if method.sync:
+            parts += [self.nearest("local updates", replicas, 1), self.nearest("rounds", 1, method.sync)]
+        if method.streaming:
+            parts.append(self.nearest("streaming", replicas, 1))
+        if method.pairs:
+            parts.append(self.nearest("pairs", replicas, 1))
+            if stages > 1:
+                parts.append(self.nearest("routes", replicas, 1))
+        if method.slices > 1:
+            parts.append(self.nearest("slices", replicas, method.slices))
+        if method.ratio > 1:
+            parts.append(self.nearest("subspace", 1, method.ratio))
+        return Penalty(
+            sum(p.log_ratio for p in parts),
+            math.sqrt(sum(p.deviation**2 for p in parts)),
+            max((p.extrapolated for p in parts), default=1.0),
+        )
+
+    def buy_back(self, penalty: Penalty) -> tuple[float, float, float]:
+        """How many times the tokens buy a penalty back: (likely, low, high), one deviation of it and of b each way."""
+        p, b = penalty.log_ratio, self.exponent
+        off = math.hypot(penalty.deviation / b, p / b * self.exponent_deviation / b)
+        return tuple(math.exp(max(0.0, p / b + sign * off)) for sign in (0, -1, 1))

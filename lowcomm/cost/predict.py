@@ -1,0 +1,269 @@
+"""Seconds and bytes of a run on machines that one does not have, from its configuration alone.
+
+Nothing here says again what is sent: turns, groups and bytes are the plan's (`methods.plan`), boundaries' messages
+those of `methods.boundary`. FLOPs are `accounting`'s, time is `simulate`'s: a step of the pipeline in GPipe's order,
+then the turns of fragments on the link of each stage,
+
+    a step begins       once every stage has what was to be applied after the step before
+    step's end          + gradient norm over the stages; where gradients are exchanged, + their mean over replicas
+    a turn after step t the fragment goes on its stage's wire, and is awaited after step t + tau
+    slow weights        (NoLoCo) go on the wire when a fragment is applied, and are awaited at its next application
+
+A rank has a wire of its own on each axis, as in `wire` and `replay`. Machines that are uneven make a step's computing
+longer, by as much as `latency.uneven` draws; messages' latencies count as much as the largest of those that are waited
+for (`latency.expected_max`). What a machine must hold is `footprint`'s.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from lowcomm.comm.shares import mean_bytes
+from lowcomm.cost.latency import expected_max, sigma_of, uneven
+from lowcomm.cost.simulate import Seconds, Stages, Timeline, gpipe_step
+from lowcomm.experiment.config import RunConfig
+from lowcomm.methods.boundary import make_boundary
+from lowcomm.methods.plan import OUTER, SLOW_WEIGHTS, Plan
+from lowcomm.methods.subspace import move_bytes, overhead_flops
+from lowcomm.model.accounting import forward_flops, parameters, training_flops
+from lowcomm.model.config import stage_layers
+
+
+@dataclass(frozen=True)
+class Links:
+    """What lies between any two machines. Ratios are standard deviation over mean."""
+
+    mbit_per_s: ArrayLike
+    latency_ms: float = 0.0
+    jitter: float = 0.0  # of a message's latency
+    stragglers: float = 0.0  # of the time that a machine computes for a step
+
+    def __post_init__(self) -> None:
+        if not np.all(np.asarray(self.mbit_per_s) > 0):
+            raise ValueError(f"mbit_per_s must be above 0, got {self.mbit_per_s}")
+        for name, most in (("latency_ms", 1e6), ("jitter", 100), ("stragglers", 100)):
+            if not 0 <= getattr(self, name) <= most:
+                raise ValueError(f"{name} must be from 0 to {most:g}, got {getattr(self, name)}")
+
+
+def stage_flops(config: RunConfig) -> list[tuple[float, float]]:
+    """FLOPs of a micro-batch at each stage: (forward, backward). Keeping to a subspace is counted with the backward.
+
+    At a pipeline's last stage the way back through the head is among the forward passes, as `pipeline` has it. Raises
+    ValueError for re-parametrised models, whose products with U are not counted stage by stage.
+    """
+    if config.method.boundary.mode == "reparametrised":
+        raise ValueError("re-parametrised models are not predicted: method.boundary.mode = reparametrised")
+    c, t, m, found = config.model, config.train, config.method, []
+    sequences = config.local_batch // t.accumulation
+    logits = 2 * sequences * t.seq_len * c.dim * c.vocab_size
+    through = {"all": None, "own": 1, "own_and_random": 2}[m.input_gradients]
+    for stage in range(config.stages):
+        part = dataclasses.replace(c, layers=len(stage_layers(c.layers, config.stages, stage)))
+        last = stage == config.stages - 1
+        forward = forward_flops(part, sequences, t.seq_len) - (not last) * logits
+        whole = training_flops(
+            part,
+            sequences,
+            t.seq_len,
+            sliced=m.sliced,
+            slices=m.slices,
+            through=through,
+            recompute=t.recompute,
+        )
+        whole -= (not last) * 3 * logits
+        if last and config.stages > 1:
+            forward += 2 * logits
+        found.append((float(forward), float(whole - forward)))
+    if m.boundary.kind == "subspace":
+        over = overhead_flops(c, m.boundary, sequences, t.seq_len, config.stages)
+        often = over["boundaries"] + over["watching"] + over["projection"] / t.accumulation
+        if m.boundary.update_every_steps:
+            often += over["update"] / m.boundary.update_every_steps / t.accumulation
+        found = [(f, b + often / config.stages) for f, b in found]
+    return found
+
+
+def message_bytes(config: RunConfig) -> tuple[int, int]:
+    """Bytes of a micro-batch's activations and of their gradients at a boundary.
+
+    Under bf16 autocast activations are sent in fp32 all the same, as `boundary` computes in it.
+    """
+    boundary = make_boundary(config.method.boundary, config.model)
+    tokens = config.local_batch // config.train.accumulation * config.train.seq_len
+    return boundary.activation_bytes(tokens), boundary.gradient_bytes(tokens)
+
+
+def kinds_of_stage(config: RunConfig) -> dict[int, int]:
+    """Stages that differ, in whether they are the first or the last and in their layers -> how many are like each."""
+    kinds: dict[tuple[bool, bool, int], list[int]] = {}
+    for stage in range(config.stages):
+        layers = len(stage_layers(config.model.layers, config.stages, stage))
+        kinds.setdefault((stage == 0, stage == config.stages - 1, layers), []).append(stage)
+    return {stages[0]: len(stages) for stages in kinds.values()}
+
+
+def stage_numel(config: RunConfig, stage: int) -> int:
+    """Parameters of a stage."""
+    return parameters(config.model, config.constraint, stage=stage, stages=config.stages).total
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What a rank sends for a purpose at a turn of a fragment: bytes in the mean of all replicas and at most."""
+
+    mean: float
+    most: int
+    phases: int  # swaps of messages, one after the other
+
+
+def turns(config: RunConfig, stage: int) -> list[dict[str, Turn]]:
+    """What each fragment of a stage sends at a turn (its second one, as all after it), by purpose."""
+    return _turns(config.plan(stage))
+
+
+@functools.lru_cache(maxsize=256)
+def _turns(plan: Plan) -> list[dict[str, Turn]]:
+    found = []
+    for index in range(len(plan.fragments)):
+        sent = [plan.sent_bytes(index, 1, replica) for replica in range(plan.replicas)]
+        phases = plan.phases(index)
+        by_purpose = {purpose: [s[purpose] for s in sent] for purpose in sent[0]}
+        found.append({p: Turn(sum(some) / len(some), max(some), phases[p]) for p, some in by_purpose.items()})
+    return found
+
+
+def _met(config: RunConfig) -> int:
+    """How many replicas wait for each other; the most, where groups are not all as large."""
+    if config.exchanges_parameters:
+        return config.plan().peers.most(config.replicas)
+    return 1 if config.method.exchange == "none" else config.replicas
+
+
+def _moved_bytes(config: RunConfig) -> tuple[float, float]:
+    """Bytes per step of moving the subspace: (of a last stage's rank to the others, to its own pipeline's stages)."""
+    every = config.method.boundary.update_every_steps
+    if not every:
+        return 0.0, 0.0
+    gram, basis = move_bytes(config.model.dim, config.method.boundary.rank, config.replicas, config.stages)
+    return gram / every, basis / every
+
+
+def sent_per_step(config: RunConfig) -> tuple[float, float]:
+    """Bytes that all ranks together send in a step: (between replicas, between stages).
+
+    Apart from evaluation, and from the norm of the gradients, which is a number.
+    """
+    m, replicas = config.method, config.replicas
+    among, between = (replicas * nbytes for nbytes in _moved_bytes(config))
+    if config.stages > 1:
+        between += sum(message_bytes(config)) * config.train.accumulation * (config.stages - 1) * replicas
+    for stage, alike in kinds_of_stage(config).items():
+        if m.exchange == "gradients":
+            numel = stage_numel(config, stage)
+            among += alike * sum(mean_bytes(numel, 4, replicas, r) for r in range(replicas))
+        elif config.exchanges_parameters:
+            a_turn = sum(part.mean for turn in turns(config, stage) for part in turn.values())
+            among += alike * replicas * a_turn / m.sync_every_steps
+    return among, between
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of one inner step, its share of exchanges included. Arrays where the rate was one.
+
+    step_seconds: from one step to the next. utilisation: share of it that a machine computes, mean over stages.
+    """
+
+    step_seconds: NDArray[np.float64]
+    utilisation: NDArray[np.float64]
+
+
+def predict(config: RunConfig, compute: Sequence[tuple[float, float]], links: Links) -> Prediction:
+    """How long a step takes.
+
+    compute: seconds (forward, backward) of a micro-batch at each stage, e.g. `stage_flops` over a machine's FLOP/s.
+    Raises ValueError for sharded models, whose traffic is FSDP2's own.
+    """
+    m, t, stages = config.method, config.train, config.stages
+    if m.exchange == "fsdp":
+        raise ValueError("what FSDP2 sends is not predicted: method.exchange = fsdp")
+    if len(compute) != stages:
+        raise ValueError(f"{len(compute)} stages' seconds for {stages} stages")
+    bits_per_second = np.asarray(links.mbit_per_s, dtype=np.float64) * 1e6
+    latency, jitter = links.latency_ms / 1e3, sigma_of(links.jitter)
+    longer = _uneven(config, links.stragglers)
+    forward, backward = (tuple(seconds * longer for seconds in way) for way in zip(*compute, strict=True))
+    if stages == 1:
+        step: Seconds = np.zeros_like(bits_per_second) + (forward[0] + backward[0]) * t.accumulation
+    else:
+        activations, gradients = (8 * nbytes / bits_per_second for nbytes in message_bytes(config))
+        wires = ((seconds,) * (stages - 1) for seconds in (activations, gradients, latency))
+        step = gpipe_step(Stages(forward, backward, *wires), t.accumulation)
+        step = step + 2 * latency * expected_max(stages, jitter)  # the gradient norm
+    step = step + 8 * sum(_moved_bytes(config)) / bits_per_second
+    wait = latency * expected_max(_met(config), jitter)
+    if m.exchange == "gradients" and config.replicas > 1:
+        numel = max(stage_numel(config, stage) for stage in kinds_of_stage(config))
+        step = step + 8 * mean_bytes(numel, 4, config.replicas) / bits_per_second + 2 * wait
+    if config.exchanges_parameters:
+        step = _with_turns(config, step, bits_per_second, wait)
+    computing = sum(map(sum, compute)) / stages * t.accumulation
+    return Prediction(step, computing / step)
+
+
+def _uneven(config: RunConfig, stragglers: float) -> float:
+    """What waiting for slower machines makes of a step's computing."""
+    m, every = config.method, 0
+    if m.exchange == "gradients":
+        every = 1
+    elif config.exchanges_parameters:
+        every = max(1, m.sync_every_steps // len(config.plan().fragments))
+    return uneven(
+        config.replicas,
+        stragglers,
+        stages=config.stages,
+        micro_batches=config.train.accumulation,
+        every=every,
+        group=m.group_size if m.peers == "group" else None,
+        overlap=min(m.overlap_steps),
+        routed=m.route != "fixed",
+    )
+
+
+def _with_turns(config: RunConfig, pipeline: Seconds, bits_per_second: NDArray[np.float64], wait: float) -> Seconds:
+    """Seconds a step where fragments take turns, once it has settled: the third round and the fourth.
+
+    Stages end a step together, as the norm of their gradients is one.
+    """
+    timeline, stages = Timeline(), list(kinds_of_stage(config))
+    plans, parts = {s: config.plan(s) for s in stages}, {s: turns(config, s) for s in stages}
+    h, tau = config.method.sync_every_steps, max(config.method.overlap_steps)
+    now: Seconds = np.zeros_like(bits_per_second)
+    settled: Seconds = now
+    coming: dict[tuple[int, int], tuple[int, Seconds]] = {}  # (stage, fragment): the step after which, and when
+    slow: dict[tuple[int, int], Seconds] = {}
+
+    def arrived(stage: int, part: Turn) -> Seconds:
+        return timeline.add(stage, 8 * part.most / bits_per_second + part.phases * wait, [now])
+
+    for step in range(1, 4 * h + 1):
+        now = now + pipeline
+        for s in stages:
+            for index in plans[s].turns(step):
+                coming[s, index] = step + tau, arrived(s, parts[s][index][OUTER])
+        due = [key for key, (when, _) in coming.items() if when <= step]
+        for key in due:
+            now = np.maximum(now, np.maximum(coming.pop(key)[1], slow.pop(key, 0.0)))
+        for s, index in due:
+            if SLOW_WEIGHTS in parts[s][index]:
+                slow[s, index] = arrived(s, parts[s][index][SLOW_WEIGHTS])
+        if step == 2 * h:
+            settled = now
+    return (now - settled) / (2 * h)

@@ -1,0 +1,179 @@
+"""A recorded run at another link: the simulator fed with traces.
+
+A rank's trace (`wire.Span`) says when it handed each verb to the wire and when it stood still for it. What lies between
+is computing, and is kept; what the wire takes is worked out anew, with the link of `wire`:
+
+    finished = max(wire free, all members have submitted) + phases * latency + 8 S / rate
+
+where S are the bytes that the rank sent in the verb, or those that it took, if more. A
+phase is one swap of messages: a mean is two, of shares and of their sums. A message from one rank to another leaves its
+sender free, and arrives
+
+    arrival = max(sender's wire free, submitted) + 8 S / rate + latency
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from lowcomm.comm.wire import Span
+from lowcomm.cost.simulate import Seconds, Timeline
+
+#: Purposes of what a run sends besides training.
+BESIDES = ("evaluation", "summary", "analysis")
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Seconds from the first event of the traces to the last, and the share of them spent computing, mean over ranks.
+
+    Arrays where the link was one.
+    """
+
+    seconds: NDArray[np.float64]
+    utilisation: NDArray[np.float64]
+
+
+def read_traces(times: Path) -> list[list[Span]]:
+    """The traces that a run with `comm.trace` left in its folder for times, in rank order. Raises ValueError."""
+    paths = sorted(times.glob("trace-*.jsonl"))
+    if not paths:
+        raise ValueError(f"no trace in {times}: train with comm.trace = true")
+    return [[_span(json.loads(line)) for line in path.read_text().splitlines()] for path in paths]
+
+
+def _span(row: dict[str, Any]) -> Span:
+    return Span(**row | {"ranks": tuple(row["ranks"])})
+
+
+def window(traces: Sequence[Sequence[Span]], first: int, last: int) -> list[list[Span]]:
+    """The training steps from `first` to `last` of traces: what was sent in them, evaluation and the like apart.
+
+    What is only waited for later is sent, but nobody waits for it: its wait is put off for ever.
+    """
+    found = []
+    for trace in traces:
+        end = min((s.submitted for s in trace if s.step > last), default=math.inf)
+        kept = [s for s in trace if first <= s.step <= last and s.purpose not in BESIDES]
+        found.append([dataclasses.replace(s, entered_wait=math.inf) if s.entered_wait > end else s for s in kept])
+    return found
+
+
+def _key(span: Span) -> tuple[str, str, tuple[int, ...]]:
+    """What all who take part in a verb call it, and nobody else."""
+    return span.axis, span.verb, span.ranks
+
+
+def recorded(traces: Sequence[Sequence[Span]]) -> Replay:
+    """What the traces themselves say."""
+    begin = min(s.submitted for t in traces for s in t)
+    end = max(s.left_wait for t in traces for s in t)
+    waited = [sum(s.left_wait - s.entered_wait for s in t) for t in traces]
+    return Replay(np.asarray(end - begin), np.asarray(1 - np.mean(waited) / (end - begin)))
+
+
+def hidden(traces: Sequence[Sequence[Span]], purpose: str) -> float:
+    """Share of the time that transfers took during which no rank waited for them."""
+    spans = [s for t in traces for s in t if s.purpose == purpose]
+    took = sum(s.finished - s.submitted for s in spans)
+    return 1 - sum(s.left_wait - s.entered_wait for s in spans) / took if took else 1.0
+
+
+def _program(trace: Sequence[Span], begin: float) -> list[tuple[float, str, Span]]:
+    """(seconds of computing before it, "submit" or "wait", span), in the order in which the rank did them."""
+    events = [(s.submitted, 0, "submit", s) for s in trace]
+    events += [(s.entered_wait, 1, "wait", s) for s in trace if s.entered_wait < math.inf]
+    events.sort(key=lambda e: e[:2])
+    program, now = [], begin
+    for at, _, what, span in events:
+        program.append((max(0.0, at - now), what, span))
+        now = max(now, span.left_wait if what == "wait" else at)
+    return program
+
+
+def replay(
+    traces: Sequence[Sequence[Span]],
+    gbit_per_s: ArrayLike,
+    *,
+    latency_s: float = 0.0,
+    slowdown: Sequence[float] | None = None,
+) -> Replay:
+    """The run of these traces over other links; control traffic (the world axis) stays free, as it was.
+
+    Args:
+        traces: of all ranks, in rank order.
+        gbit_per_s: of a rank's wire on each axis; infinity is free. May be an array.
+        slowdown: factors on each rank's computing, for stragglers.
+
+    Raises ValueError where traces do not fit together.
+    """
+    rate = np.asarray(gbit_per_s, dtype=np.float64) * 1e9
+    slow = [1.0] * len(traces) if slowdown is None else list(slowdown)
+    if len(slow) != len(traces):
+        raise ValueError(f"{len(slow)} slowdowns for {len(traces)} ranks")
+    members: dict[tuple, dict[int, Span]] = {}
+    for rank, trace in enumerate(traces):
+        for s in trace:
+            if rank in (known := members.setdefault(_key(s), {})):
+                raise ValueError(
+                    f"rank {rank} has more than one {s.verb!r} on axis {s.axis}: these are traces of several runs"
+                )
+            known[rank] = s
+    begin = min(s.submitted for t in traces for s in t)
+    programs = [_program(t, begin) for t in traces]
+    timeline = Timeline()
+    now: list[Seconds] = [np.zeros_like(rate) for _ in traces]
+    waited: list[Seconds] = [np.zeros_like(rate) for _ in traces]
+    submitted: dict[tuple, dict[int, Seconds]] = {key: {} for key in members}
+    finished: dict[tuple, Seconds] = {}
+    at = [0] * len(traces)
+    while any(at[r] < len(programs[r]) for r in range(len(traces))):
+        moved = False
+        for rank, program in enumerate(programs):
+            while at[rank] < len(program):
+                seconds, what, span = program[at[rank]]
+                key = _key(span)
+                if what == "wait" and (*key, rank) not in finished:
+                    break
+                now[rank] = now[rank] + seconds * slow[rank]
+                if what == "submit" and span.verb.startswith("message"):
+                    if span.nbytes:  # of its sender; when its receiver began to expect it decides nothing
+                        left = timeline.add((span.axis, rank), 8 * span.nbytes / rate, [now[rank]])
+                        finished |= {(*key, r): now[rank] if r == rank else left + latency_s for r in members[key]}
+                elif what == "submit":
+                    submitted[key][rank] = now[rank]
+                    if len(submitted[key]) == len(members[key]):
+                        for r, mine in members[key].items():
+                            finished[(*key, r)] = _finish(timeline, mine, submitted[key], rate, latency_s)
+                else:
+                    there = np.maximum(now[rank], finished[(*key, rank)])
+                    waited[rank] = waited[rank] + (there - now[rank])
+                    now[rank] = there
+                at[rank] += 1
+                moved = True
+        if not moved:
+            stuck = {
+                rank: program[at[rank]][2].verb for rank, program in enumerate(programs) if at[rank] < len(program)
+            }
+            raise ValueError(f"the traces wait for each other: {stuck}")
+    seconds = np.max(now, axis=0)
+    return Replay(seconds, 1 - np.mean(waited, axis=0) / seconds)
+
+
+def _finish(
+    timeline: Timeline, span: Span, submitted: dict[int, Seconds], rate: NDArray[np.float64], latency_s: float
+) -> Seconds:
+    """When a verb has arrived at the rank of `span`."""
+    takes = np.zeros_like(rate)
+    if span.axis != "world":
+        takes = span.phases * latency_s + 8 * max(span.nbytes, span.taken) / rate
+    return timeline.add((span.axis, span.rank), takes, submitted.values())

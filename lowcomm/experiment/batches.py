@@ -1,0 +1,104 @@
+"""Batches of a prepared corpus, without state.
+
+A batch is a pure function of (seed, step, replica). Window w of the corpus belongs to lane w mod B, where
+B is the global batch; row r of every global batch comes from lane r, which walks through its windows in
+an order drawn from (seed, lane, epoch). Replica m owns lanes m B/R to (m+1) B/R, so replicas
+never see each other's windows, and the global batch of a step is the same for every R.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lowcomm.experiment.source import sha256
+from lowcomm.settings import ConfigError
+
+
+class TokenData:
+    """The shards of a prepared folder, memory-mapped, and its batches.
+
+    Args:
+        folder: what `prepare` wrote.
+        seq_len: T; a window holds T + 1 tokens and starts every T.
+        global_batch: sequences a step over all replicas.
+        seed: decides the order of windows.
+
+    Raises ConfigError if the folder is missing, a shard is damaged, or the corpus is shorter than a batch.
+    """
+
+    def __init__(self, folder: Path, *, seq_len: int, global_batch: int, seed: int):
+        try:
+            self.card = json.loads((folder / "card.json").read_text())
+        except FileNotFoundError:
+            raise ConfigError(
+                f"no corpus in {folder}: prepare it first (lowcomm prepare {folder.name} --scale {folder.parent.name})"
+            ) from None
+        self.seq_len, self.global_batch, self.seed = seq_len, global_batch, seed
+        self._train = self._open(folder, "train")
+        self._validation = self._open(folder, "validation")
+        self._windows = self._count(self._train)
+        if not self._count(self._validation):
+            raise ConfigError(f"corpus {self.card['corpus']} has no validation window of {seq_len} tokens")
+        if self._windows < global_batch:
+            raise ConfigError(
+                f"corpus {self.card['corpus']} has {self._windows} training windows of {seq_len} tokens,"
+                f" fewer than train.global_batch = {global_batch}"
+            )
+        self._orders: dict[int, tuple[int, np.ndarray]] = {}  # lane -> (epoch, order of its windows)
+
+    def _open(self, folder: Path, split: str) -> list[np.ndarray]:
+        maps = []
+        for shard in self.card["splits"][split]["shards"]:
+            path = folder / shard["file"]
+            if not path.exists() or (found := sha256(path)) != shard["sha256"]:
+                state = (
+                    f"has checksum {found[:12]}, the card says {shard['sha256'][:12]}" if path.exists() else "is gone"
+                )
+                raise ConfigError(f"shard {path} {state}: prepare the corpus again (dvc repro -f data)")
+            maps.append(np.memmap(path, dtype=self.card["dtype"], mode="r"))
+        return maps
+
+    def _count(self, maps: list[np.ndarray]) -> int:
+        return max(0, (sum(len(m) for m in maps) - 1) // self.seq_len)
+
+    def _window(self, maps: list[np.ndarray], index: int) -> np.ndarray:
+        """Tokens [index T, index T + T] of a split, across shard borders."""
+        begin, need = index * self.seq_len, self.seq_len + 1
+        parts = []
+        for m in maps:
+            if begin < len(m) and need:
+                part = m[begin : begin + need]
+                parts.append(part)
+                need -= len(part)
+                begin = 0
+            elif need:
+                begin -= len(m)
+        return np.concatenate(parts) if len(parts) > 1 else parts[0]
+
+    def epoch_steps(self) -> int:
+        """Steps until a lane has seen all its windows."""
+        return self._windows // self.global_batch
+
+    def batch(self, step: int, replica: int = 0, replicas: int = 1) -> Tensor:
+        """Tokens [B/R, T+1] int64 of inner step `step` (from 1) for one replica."""
+        rows = self.global_batch // replicas
+        epoch, place = divmod(step - 1, self.epoch_steps())
+        out = np.empty((rows, self.seq_len + 1), dtype=np.int64)
+        for row, lane in enumerate(range(replica * rows, (replica + 1) * rows)):
+            known, order = self._orders.get(lane, (-1, None))
+            if known != epoch:
+                order = np.random.default_rng([self.seed, lane, epoch]).permutation(self.epoch_steps())
+                self._orders[lane] = (epoch, order)
+            out[row] = self._window(self._train, int(order[place]) * self.global_batch + lane)
+        return torch.from_numpy(out)
+
+    def validation(self, sequences: int) -> Tensor:
+        """Tokens [n, T+1] of `sequences` validation windows spread evenly over the split (all, if fewer)."""
+        have = self._count(self._validation)
+        chosen = np.linspace(0, have - 1, min(sequences, have)).astype(int)
+        return torch.from_numpy(np.stack([self._window(self._validation, int(i)).astype(np.int64) for i in chosen]))

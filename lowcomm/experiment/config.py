@@ -1,0 +1,269 @@
+"""What one training run is, and which of its settings go together.
+
+Typed, frozen dataclasses: a combination that cannot work is refused when the configuration is made, before anything is
+started, with the values and the reason. Settings of the method say so themselves (`methods.plan`, `methods.boundary`);
+here is what training asks of them besides.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from lowcomm.choices import choose
+from lowcomm.comm.config import CommConfig
+from lowcomm.methods.boundary import check_boundary
+from lowcomm.methods.config import MethodConfig
+from lowcomm.methods.engine import Engine
+from lowcomm.methods.outer import OuterOptimizer
+from lowcomm.methods.peers import Peers
+from lowcomm.methods.plan import Plan
+from lowcomm.model.accounting import parameter_shapes
+from lowcomm.model.config import Constraint, ModelConfig, stage_layers
+from lowcomm.settings import ConfigError, check_bounds, number
+
+
+@dataclass(frozen=True)
+class CorpusConfig:
+    """Where documents come from. `source` decides which other fields matter."""
+
+    source: Literal["docstrings", "python", "hub", "json", "text", "parquet"]
+    path: str = ""  # Hub name, or a file, folder or glob for local sources, from the root of the checkout
+    name: str = ""  # Hub configuration
+    split: str = "train"  # Hub split
+    revision: str = ""  # Hub revision; required for the Hub, so that a run stays what it was
+    field: str = "text"  # column that holds the text
+    streaming: bool = True  # Hub: read documents as they arrive
+    licence: str = ""
+    packages: tuple[str, ...] = ()  # docstrings and python: read these beside the standard library
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """How a corpus becomes token shards."""
+
+    corpus: str
+    vocab_size: int
+    max_characters: int = number(0, at_least=0)  # 0: the whole corpus
+    validation_percent: float = number(5.0, above=0, below=100)  # by document hash
+    tokenizer_characters: int = number(4_000_000, at_least=1)  # of the training split
+    shard_tokens: int = number(100_000_000, at_least=1)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The inner optimization. Batches count sequences over all replicas."""
+
+    steps: int = number(at_least=1)
+    global_batch: int = number(at_least=1)
+    seq_len: int = number(at_least=1)
+    lr: float = number(at_least=0)
+    warmup_steps: int = number(at_least=0)
+    eval_every: int = number(at_least=0)  # 0: only at the end
+    eval_sequences: int = number(at_least=1)
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    decay: Literal["cosine", "linear", "constant"] = "cosine"
+    final_lr_fraction: float = number(0.05, at_least=0)
+    beta1: float = number(0.9, at_least=0, below=1)
+    beta2: float = number(0.99, at_least=0, below=1)
+    eps: float = number(1e-8, at_least=0)
+    weight_decay: float = number(0.0, at_least=0)
+    clip_norm: float = number(1.0, at_least=0)  # 0: no clipping
+    accumulation: int = number(1, at_least=1)  # micro-batches per step
+    recompute: bool = False  # activations of a block in the backward pass, from its input alone
+    precision: Literal["fp32", "bf16"] = "fp32"  # bf16: autocast over fp32 weights
+    compile: bool = False
+    log_every: int = number(1, at_least=1)
+    #: Evaluate these too at the end (Streaming DiLoCo, Table 3), beside the parameters last agreed.
+    evaluate_also: tuple[Literal["first_replica", "replica_average"], ...] = ()
+    record_ranks: bool = False  # log stable ranks of projection matrices and of their gradients at each evaluation
+    record_spread: bool = False  # log the spread of the replicas' weights at each evaluation; billed as analysis
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When state is written, and how many checkpoints are kept."""
+
+    every_steps: int = number(0, at_least=0)  # 0: only when stopped
+    keep: int = number(2, at_least=1)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything that one training run is."""
+
+    name: str
+    scale: str
+    seed: int = number(at_least=0, below=1 << 63)
+    replicas: int = number(at_least=1)
+    model: ModelConfig
+    data: DataConfig
+    train: TrainConfig
+    method: MethodConfig
+    stages: int = number(1, at_least=1)  # of each replica's pipeline
+    variant: str = ""  # of a sweep
+    comm: CommConfig = field(default_factory=CommConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    @property
+    def ranks(self) -> int:
+        """Replicas x stages."""
+        return self.replicas * self.stages
+
+    @property
+    def local_batch(self) -> int:
+        """Sequences a replica trains on in one step."""
+        return self.train.global_batch // self.replicas
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """What the model is made with for the method's boundary."""
+        return self.method.boundary.constraint
+
+    @property
+    def exchanges_parameters(self) -> bool:
+        """Whether the engine is one of local updates, so that there is a plan."""
+        return self.method.exchange == "parameters"
+
+    def plan(self, stage: int = 0) -> Plan:
+        """What the replicas of a stage exchange; for local updates alone. Raises ConfigError."""
+        return _plan(self.model, self.constraint, self.method, self.replicas, self.stages, stage, self.seed)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON would give it back."""
+        return json.loads(json.dumps(asdict(self)))
+
+    def identity(self) -> dict[str, Any]:
+        """The settings that decide the losses, as {"section.key": value}."""
+        flat = {}
+        for key, value in self.to_dict().items():
+            if key in ("comm", "checkpoint", "scale", "name", "variant"):
+                continue
+            for k, v in value.items() if isinstance(value, dict) else [(None, value)]:
+                flat[key if k is None else f"{key}.{k}"] = v
+        return flat | {"comm.reduction": self.comm.reduction}
+
+
+@functools.lru_cache(maxsize=512)
+def _plan(
+    model: ModelConfig,
+    constraint: Constraint | None,
+    method: MethodConfig,
+    replicas: int,
+    stages: int,
+    stage: int,
+    seed: int,
+) -> Plan:
+    shapes = parameter_shapes(model, constraint, stage=stage, stages=stages)
+    return Plan(shapes, method, replicas, seed=seed, layers=model.layers)
+
+
+def _check(config: RunConfig) -> None:
+    """Raise ConfigError at the first rule that is broken, with the value and the rule."""
+    t, m = config.train, config.method
+    for section in ("", "data", "train", "comm", "checkpoint"):
+        check_bounds(section, getattr(config, section) if section else config)
+    parts = config.replicas * t.accumulation
+    if t.global_batch % parts:
+        raise ConfigError(
+            f"train.global_batch = {t.global_batch} does not split into {config.replicas} replicas"
+            f" x {t.accumulation} micro-batches; it must be a multiple of {parts}"
+        )
+    engine = choose(Engine, m.exchange, "method.exchange")
+    engine.check(m, config.replicas)
+    if config.exchanges_parameters and m.sync_every_steps > t.steps:
+        raise ConfigError(
+            f"method.sync_every_steps (H) = {m.sync_every_steps} must be between 1 and train.steps = {t.steps}"
+        )
+    _check_pipeline(config)
+    check_boundary(m.boundary, config.model.dim, config.local_batch // t.accumulation * t.seq_len, config.stages)
+    if m.boundary.kind == "subspace":
+        _check_subspace(config)
+    if config.exchanges_parameters:
+        _check_plan(config)
+    if t.compile and (m.trainable == "next_fragment" or m.input_gradients == "own_and_random"):
+        what = "trainable = next_fragment" if m.trainable == "next_fragment" else "input_gradients = own_and_random"
+        raise ConfigError(f"train.compile must be false where {what}: each change compiles anew")
+    if t.record_ranks and m.exchange == "fsdp":
+        raise ConfigError("train.record_ranks needs whole matrices, which method.exchange = fsdp shards")
+    if (t.evaluate_also or t.record_spread) and not engine.local:
+        key = "evaluate_also" if t.evaluate_also else "record_spread"
+        raise ConfigError(f"train.{key} means nothing with method.exchange = {m.exchange}: replicas hold one model")
+    one_model = engine.one_model and choose(Peers, m.peers, "method.peers").one_model
+    if not one_model and t.eval_sequences < config.replicas:
+        raise ConfigError(
+            f"train.eval_sequences = {t.eval_sequences} must be at least {config.replicas}: each of as many replicas"
+            " evaluates a model of its own"
+        )
+    if t.seq_len > config.model.seq_len:
+        raise ConfigError(f"train.seq_len = {t.seq_len} is longer than model.seq_len = {config.model.seq_len}")
+    if config.data.vocab_size != config.model.vocab_size:
+        raise ConfigError(
+            f"data.vocab_size = {config.data.vocab_size} and model.vocab_size = {config.model.vocab_size} must be equal"
+        )
+
+
+def _check_pipeline(config: RunConfig) -> None:
+    m = config.method
+    if config.stages > config.model.layers:
+        raise ConfigError(f"{config.model.layers} layers cannot form stages = {config.stages}: each needs one at least")
+    if config.stages > 1 and config.model.tied:
+        raise ConfigError("model.tied must be false where stages > 1: the embedding would be of two stages")
+    if config.stages > 1 and m.exchange == "fsdp":
+        raise ConfigError(f"stages = {config.stages} do not go with method.exchange = fsdp, which shards whole models")
+    if config.stages == 1 and m.route != "fixed":
+        raise ConfigError(f"method.route = {m.route} means nothing with one stage")
+
+
+def _check_subspace(config: RunConfig) -> None:
+    m, b, layers = config.method, config.method.boundary, config.model.layers
+    if config.model.tied:
+        raise ConfigError("model.tied must be false with a subspace, which the embedding keeps to")
+    if m.exchange == "fsdp":
+        raise ConfigError("method.exchange = fsdp shards the matrices that a subspace boundary projects whole")
+    last = stage_layers(layers, config.stages, config.stages - 1)
+    if b.dense_layers > len(last):
+        raise ConfigError(
+            f"method.boundary.dense_layers = {b.dense_layers} must all be of the last stage, which has {len(last)}"
+            f" of {layers} layers: what crosses a boundary keeps to the subspace"
+        )
+    if b.update_every_steps >= config.train.steps:
+        raise ConfigError(
+            f"method.boundary.update_every_steps = {b.update_every_steps} must be below train.steps ="
+            f" {config.train.steps}, or 0: the subspace would never move"
+        )
+    if b.mode == "reparametrised" and "layers" in m.sliced:
+        raise ConfigError(
+            "method.sliced = layers does not go with method.boundary.mode = reparametrised: layers are not equal"
+        )
+    if config.train.optimizer == "sgd" and b.second_moment != "row":
+        raise ConfigError("method.boundary.second_moment means nothing with train.optimizer = sgd")
+    outer = choose(OuterOptimizer, m.outer, "method.outer")
+    if config.exchanges_parameters and b.update_every_steps and not outer.linear:
+        raise ConfigError(
+            f"method.outer = {m.outer} keeps buffers that are not linear in outer gradients, so they cannot be carried"
+            " along where method.boundary.update_every_steps moves the subspace"
+        )
+
+
+def _check_plan(config: RunConfig) -> None:
+    m, c, steps = config.method, config.model, config.train.steps
+    plans = [config.plan(stage) for stage in range(config.stages)]
+    if m.trainable == "slice":
+        counts = {"model.layers": c.layers} if "layers" in m.sliced else {}
+        if {"heads", "out"} & set(m.sliced):
+            counts |= {"model.heads": c.heads, "model.kv_heads": c.key_value_heads}
+        for key, count in counts.items():
+            if count % m.slices:
+                raise ConfigError(f"method.slices = {m.slices} does not divide {key} = {count}")
+    first, count = max((m.sync_every_steps + p.fragments[-1].offset, len(p.fragments)) for p in plans)
+    if not m.close_last_round and first > steps:
+        raise ConfigError(
+            f"train.steps = {steps} end before the last of {count} fragments has its first turn, at step"
+            f" {first}: it would be evaluated as it was initialised"
+        )

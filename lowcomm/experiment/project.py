@@ -1,0 +1,242 @@
+"""A project: a folder with a `params.yaml`, which names runs, and where their corpora and results lie.
+
+`params.yaml` holds four dictionaries. `scales.<scale>` gives every number a run needs, and families of `sizes` that
+change some of them (and, under `methods`, numbers of methods at that size); `methods.<method>` names a combination of
+the independent choices; `corpora.<corpus>` says where text comes from. `runs.<run>` names a method, a corpus, a replica
+count, a family of sizes (and one of it, `base` by default) and seeds, and may override any section; with `variants` it
+is a sweep: each variant overrides once more, its size and seeds too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from lowcomm.experiment.run_folder import RunFolder
+from lowcomm.model.presets import PRESETS
+from lowcomm.settings import ConfigError, build, check_bounds, nearest
+
+if TYPE_CHECKING:  # it imports torch, for which the reading of results need not wait
+    from lowcomm.experiment.config import CorpusConfig, DataConfig, RunConfig
+
+Params = dict[str, Any]
+_REQUIRED = ("method", "corpus", "replicas", "sizes", "seeds")
+_RUN_KEYS = {*_REQUIRED, "size", "override", "variants"}
+
+
+def pick(section: dict[str, Any], key: str, what: str) -> Any:
+    """section[key]. Raises ConfigError that names the nearest entry; `what` it is."""
+    if key not in section:
+        raise ConfigError(f"no {what} named {key!r}{nearest(key, section)}")
+    return section[key]
+
+
+def _merge(base: dict, over: dict) -> dict:
+    out = dict(base)
+    for key, value in over.items():
+        out[key] = _merge(out[key], value) if isinstance(value, dict) and isinstance(out.get(key), dict) else value
+    return out
+
+
+def _layer(base: dict, over: dict) -> dict:
+    """Sections of `over` on those of `base`. A preset is a whole model: nothing below it shines through."""
+    if "preset" in over.get("model", {}):
+        base = base | {"model": {}}
+    return _merge(base, over)
+
+
+def _entry(run: str, params: Params) -> dict[str, Any]:
+    """What `params.yaml` says of a run, its keys and seeds checked; `variants` is there always."""
+    entry = pick(params["runs"], run, "run")
+    for key in _REQUIRED:
+        if key not in entry:
+            raise ConfigError(f"runs.{run} lacks {key}")
+    for key in entry:
+        if key not in _RUN_KEYS:
+            raise ConfigError(f"unknown key runs.{run}.{key}{nearest(key, _RUN_KEYS)}")
+    variants = entry.get("variants", {"": {}})
+    if not isinstance(variants, dict) or not variants or not all(isinstance(c, dict) for c in variants.values()):
+        raise ConfigError(f"runs.{run}.variants must name at least one variant, each a mapping ({{}} changes nothing)")
+    named = {f"{run}.variants.{name}": change for name, change in variants.items()}
+    for name, change in {run: entry, **named}.items():
+        seeds = change.get("seeds", [0])
+        if not isinstance(seeds, list) or not seeds or not all(type(s) is int and s >= 0 for s in seeds):
+            raise ConfigError(f"runs.{name}.seeds = {seeds!r} must be a list of at least one whole number from 0")
+    return {"variants": variants} | entry
+
+
+def points(run: str, params: Params, scale: str) -> list[tuple[str, int]]:
+    """(variant, seed) of all that a run is made of, in order; the smoke scale takes the first seed only."""
+    entry = _entry(run, params)
+    return [
+        (variant, seed)
+        for variant, change in entry["variants"].items()
+        for seed in change.get("seeds", entry["seeds"])[: 1 if scale == "smoke" else None]
+    ]
+
+
+def overrides(pairs: list[str]) -> dict[str, Any]:
+    """Command-line settings as nested sections: ["train.steps=60"] -> {"train": {"steps": 60}}."""
+    out: dict[str, Any] = {}
+    for pair in pairs:
+        key, eq, value = pair.partition("=")
+        if not eq:
+            raise ConfigError(f"--set {pair} must be section.key=value")
+        if key in ("name", "variant", "scale", "seed"):
+            raise ConfigError(f"--set {pair}: {key} is not a setting but an argument of its own")
+        *sections, last = key.split(".")
+        level = out
+        for section in sections:
+            level = level.setdefault(section, {})
+            if not isinstance(level, dict):
+                raise ConfigError(f"--set {pair}: {section} has been set to {level!r} already")
+        level[last] = yaml.safe_load(value)
+    return out
+
+
+class Project:
+    """The folder `root`, with its `params.yaml`; everything heavy lies in `build/` below it."""
+
+    def __init__(self, root: Path):
+        self.root, self.build = root, root / "build"
+
+    @classmethod
+    def find(cls, start: Path | None = None) -> Project:
+        """The nearest folder with a `params.yaml`, from `start` (default: the working directory) upwards.
+
+        Raises ConfigError where there is none.
+        """
+        start = (start or Path.cwd()).resolve()
+        for folder in (start, *start.parents):
+            if (folder / "params.yaml").exists():
+                return cls(folder)
+        raise ConfigError(f"no params.yaml in {start} or above it: run this in the folder of a project")
+
+    def load_params(self, path: Path | None = None) -> Params:
+        """The whole of `params.yaml` as plain dictionaries, its top-level keys checked. Raises ConfigError."""
+        path = path or self.root / "params.yaml"
+        try:
+            params = yaml.safe_load(path.read_text())
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+        valid = {"scale", "scales", "methods", "runs", "corpora"}
+        if not isinstance(params, dict) or not valid <= set(params):
+            missing = valid - set(params) if isinstance(params, dict) else valid
+            raise ConfigError(f"{path} lacks {', '.join(sorted(missing))}")
+        for key in params:
+            if key not in valid:
+                raise ConfigError(f"unknown key {key} in {path.name}{nearest(key, valid)}")
+        return params
+
+    def run_config(
+        self,
+        run: str,
+        *,
+        variant: str = "",
+        seed: int | None = None,
+        scale: str | None = None,
+        params: Params | None = None,
+        **override: Any,
+    ) -> RunConfig:
+        """The configuration of one run.
+
+        `scale` defaults to the file's, `seed` to the run's first; `variant` must be one of the run's, if it has any.
+        `override` merges into sections, e.g. ``run_config("diloco_m2", train={"steps": 60})``. Raises ConfigError.
+        """
+        from lowcomm.experiment.config import RunConfig
+
+        params = params or self.load_params()
+        scale = scale or params["scale"]
+        entry = _entry(run, params)
+        pick(params["corpora"], entry["corpus"], "corpus")
+        numbers = dict(pick(params["scales"], scale, "scale"))
+        sizes = {"base": {}} | pick(numbers.pop("sizes"), entry["sizes"], f"family of sizes at the {scale} scale")
+        variants = entry["variants"]
+        if variant not in variants and not variant:
+            raise ConfigError(f"run {run} is a sweep: choose one of its variants, {', '.join(variants)}")
+        if variant and "" in variants:
+            raise ConfigError(f"run {run} has no variants, so none is named {variant!r}")
+        change = dict(pick(variants, variant, f"variant of {run}"))
+        seeds = change.pop("seeds", entry["seeds"])
+        size = dict(pick(sizes, change.pop("size", entry.get("size", "base")), f"size of {entry['sizes']}"))
+        methods_there = size.pop("methods", {})
+        for name in methods_there:
+            pick(params["methods"], name, "method")
+        layers = (
+            size,
+            {"data": {"corpus": entry["corpus"]}, "replicas": entry["replicas"]},
+            {"method": pick(params["methods"], entry["method"], "method")},
+            {"method": methods_there.get(entry["method"], {})},
+            entry.get("override", {}),
+            change,
+            override,
+        )
+        sections = numbers
+        for layer in layers:
+            sections = _layer(sections, layer)
+        model = dict(sections["model"])
+        if "preset" in model:
+            model = asdict(pick(PRESETS, model.pop("preset"), "preset")) | model
+        sections["model"] = model
+        sections |= {"name": run, "variant": variant, "scale": scale, "seed": seeds[0] if seed is None else seed}
+        return build(RunConfig, sections, f"{run}.{variant}" if variant else run)
+
+    def run_points(
+        self, run: str, *, scale: str | None = None, params: Params | None = None, **override: Any
+    ) -> list[RunConfig]:
+        """The configurations of all variants and seeds of a run; the smoke scale takes the first seed only."""
+        params = params or self.load_params()
+        scale = scale or params["scale"]
+        return [
+            self.run_config(run, variant=variant, seed=seed, scale=scale, params=params, **override)
+            for variant, seed in points(run, params, scale)
+        ]
+
+    def corpus_configs(
+        self, corpus: str, *, scale: str | None = None, params: Params | None = None
+    ) -> tuple[CorpusConfig, DataConfig]:
+        """Where a corpus comes from, and how `scale` cuts it. Raises ConfigError."""
+        from lowcomm.experiment.config import CorpusConfig, DataConfig
+
+        params = params or self.load_params()
+        source = build(CorpusConfig, pick(params["corpora"], corpus, "corpus"), f"corpora.{corpus}")
+        data = pick(params["scales"], scale or params["scale"], "scale")["data"] | {"corpus": corpus}
+        config = build(DataConfig, data, "data")
+        check_bounds("data", config)
+        return source, config
+
+    def runs_dir(self, run: str, scale: str) -> Path:
+        """The folder of all variants and seeds of a run."""
+        return self.build / "runs" / scale / run
+
+    def run_folder(self, config: RunConfig, out: Path | None = None) -> RunFolder:
+        """Where a run lies: `[variant/]seedN` below its own folder, or below `out` with its times beside that."""
+        return self.folder(config.name, config.scale, config.variant, config.seed, out)
+
+    def folder(self, run: str, scale: str, variant: str, seed: int, out: Path | None = None) -> RunFolder:
+        """`run_folder` of a run that is named, not configured."""
+        times = self.build / "times" / scale / "runs" / run if out is None else RunFolder.beside(out).times
+        inner = Path(variant) / f"seed{seed}"
+        return RunFolder((out or self.runs_dir(run, scale)) / inner, times / inner)
+
+    def data_dir(self, corpus: str, scale: str) -> Path:
+        """The folder of a corpus' tokenizer, shards and card."""
+        return self.build / "data" / scale / corpus
+
+    def read_run(self, run: str, scale: str) -> list[dict[str, Any]]:
+        """`RunFolder.read` of a run's variants and seeds in order, each with its "variant" and "seed" too.
+
+        Raises ConfigError if one is missing.
+        """
+        found = []
+        for variant, seed in points(run, self.load_params(), scale):
+            folder = self.folder(run, scale, variant, seed)
+            if (summary := folder.read()) is None:
+                raise ConfigError(
+                    f"{folder.out.relative_to(self.build)} has not been trained: dvc repro train@{run} (scale {scale})"
+                )
+            found.append(summary | {"variant": variant, "seed": seed})
+        return found

@@ -1,0 +1,211 @@
+"""A run from its first step to its summary: the same function under torchrun, alone, and in threads from a notebook.
+
+On SIGTERM (or Ctrl-C) to any rank all finish the same step, write a checkpoint and return. (torchrun itself, when it is
+the one told, passes the signal on and then reports it as its own exit status.)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+import os
+import platform
+import resource
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowcomm.comm.start import run_threads
+from lowcomm.comm.world import World
+from lowcomm.experiment.batches import TokenData
+from lowcomm.experiment.checkpoint import Checkpoints, save_tensors
+from lowcomm.experiment.config import RunConfig
+from lowcomm.experiment.run_folder import Metrics, RunFolder, read_metrics
+from lowcomm.experiment.source import source_digest
+from lowcomm.experiment.stop import StopAgreement
+from lowcomm.experiment.trainer import Trainer
+from lowcomm.model.accounting import parameters as count_parameters
+from lowcomm.model.accounting import training_flops
+from lowcomm.settings import ConfigError
+
+log = logging.getLogger("lowcomm")
+#: What a caller sees of each step: the trainer, and the row of metrics.
+OnRow = Callable[[Trainer, dict[str, Any]], None]
+
+
+def train(
+    config: RunConfig,
+    world: World,
+    data_folder: Path,
+    folder: RunFolder | Path,
+    *,
+    on_row: OnRow | None = None,
+) -> dict[str, Any]:
+    """Train one rank of `config` and return the run's summary (`sent_bytes` are this rank's; rank 0's is written).
+
+    Continues from the newest checkpoint in `folder` if there is one. `on_row` sees each metrics row, for a notebook. A
+    stopped run's summary has `complete = False`. Raises ConfigError and CommError.
+    """
+    folder = RunFolder.beside(folder) if isinstance(folder, Path) else folder
+    try:
+        for path in (folder.out, folder.times):
+            path.mkdir(parents=True, exist_ok=True)
+            if not os.access(path, os.W_OK):
+                raise PermissionError(f"no permission to write {path}")
+    except OSError as error:
+        raise ConfigError(f"output folder {folder.out} cannot be written: {error}") from None
+    t = config.train
+    data = TokenData(data_folder, seq_len=t.seq_len, global_batch=t.global_batch, seed=config.seed)
+    trainer = Trainer(config, world, data)
+    run = config.identity() | {"tokenizer": data.card["tokenizer_sha256"]}
+    checkpoints = Checkpoints(folder.checkpoints, world, config.checkpoint.keep)
+    found = checkpoints.newest(run)
+    start, elapsed = 0, 0.0
+    if found is not None:
+        start, tensors, meta = found
+        trainer.load(tensors)
+        world.ledger.load(meta["ledger"])
+        log.info("resuming %s at step %d", config.name, start)
+        elapsed = meta["elapsed"]
+    else:
+        if world.rank == 0:
+            folder.clear()
+            folder.source.write_text(source_digest())
+        world.barrier()
+        if (epochs := t.steps / data.epoch_steps()) > 1 and world.rank == 0:
+            log.info("%s sees its training windows %.1f times", config.name, epochs)
+    if t.warmup_steps >= t.steps and world.rank == 0:
+        log.warning("%s warms up for %d steps and ends after %d", config.name, t.warmup_steps, t.steps)
+    metrics = Metrics(folder.metrics(world.rank), start)
+    clock = Metrics(folder.clock(world.rank), start)
+    stop = StopAgreement(world)
+    world.clock.start(elapsed)
+    step = start
+    try:
+        while step < t.steps and not stop.before(step + 1):
+            step += 1
+            row = trainer.step(step)
+            row |= trainer.evaluations(step)
+            metrics.add(row)
+            clock.add({"step": step, "seconds": world.clock.elapsed()})
+            if on_row is not None:
+                on_row(trainer, row)
+            if step % t.log_every == 0:
+                metrics.write()
+                clock.write()
+            if step < t.steps and config.checkpoint.every_steps and step % config.checkpoint.every_steps == 0:
+                _save(trainer, checkpoints, metrics, clock, step, run)
+        if step < t.steps:
+            _save(trainer, checkpoints, metrics, clock, step, run)
+            log.info("stopped %s after step %d; the same command continues", config.name, step)
+            return {"complete": False, "step": step}
+        metrics.write()
+        clock.write()
+        return _finish(trainer, checkpoints, folder)
+    finally:
+        stop.close()
+        metrics.close()
+        clock.close()
+
+
+def train_in_threads(
+    config: RunConfig,
+    data_folder: Path,
+    folder: RunFolder | Path,
+    *,
+    on_row: OnRow | None = None,
+) -> dict[str, Any]:
+    """`train` with a thread for each rank; returns rank 0's summary."""
+    return run_threads(
+        lambda world: train(config, world, data_folder, folder, on_row=on_row),
+        replicas=config.replicas,
+        stages=config.stages,
+        comm=config.comm,
+    )[0]
+
+
+def _save(
+    trainer: Trainer, checkpoints: Checkpoints, metrics: Metrics, clock: Metrics, step: int, run: dict[str, Any]
+) -> None:
+    metrics.write()
+    clock.write()
+    meta = {"ledger": trainer.world.ledger.state(), "elapsed": trainer.world.clock.elapsed()}
+    checkpoints.save(step, trainer.tensors(), meta, run)
+
+
+def _finish(trainer: Trainer, checkpoints: Checkpoints, folder: RunFolder) -> dict[str, Any]:
+    """Write what the run found, when all steps are done; returns the summary."""
+    world, seconds = trainer.world, trainer.world.clock.elapsed()
+    summary = _summary(trainer, read_metrics(folder.metrics(world.rank)))
+    weights = trainer.whole(trainer.engine.weights())
+    if world.trace is not None:
+        lines = [json.dumps(dataclasses.asdict(span)) + "\n" for span in world.trace.spans]
+        folder.trace(world.rank).write_text("".join(lines))
+    if world.rank == 0:
+        (folder.times / "times.json").write_text(json.dumps(_times(world, seconds, summary["tokens"]), indent=1) + "\n")
+        save_tensors(weights, folder.model)
+        partial = folder.summary.with_suffix(".tmp")
+        partial.write_text(json.dumps(summary, indent=1) + "\n")
+        partial.rename(folder.summary)  # there only when the run is complete
+    checkpoints.clear()
+    return summary
+
+
+def _summary(trainer: Trainer, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the run found; `rows` are this rank's metrics. Every rank must ask."""
+    config, world, t, m = trainer.config, trainer.world, trainer.config.train, trainer.config.method
+    sent = world.ledger.by_purpose()
+    last = [r["loss"] for r in rows[-max(1, len(rows) // 20) :] if "loss" in r]
+    sent_bytes = [world.ledger.total(axis=axis) for axis in ("replica", "route")]
+    peak_bytes = world.ledger.peak_step_bytes("replica")
+    own = torch.tensor([sum(last), len(last), *sent_bytes, peak_bytes], dtype=torch.float64)
+    everyone = torch.stack(world.exchange(own, purpose="summary", axis="world"))
+    val_loss = rows[-1]["val_loss"]
+    flops = training_flops(
+        config.model,
+        t.steps * t.global_batch,
+        t.seq_len,
+        sliced=m.sliced,
+        slices=m.slices,
+        through={"all": None, "own": 1, "own_and_random": 2}[m.input_gradients],
+        recompute=t.recompute,
+        constraint=config.constraint,
+    )
+    return {
+        "complete": True,
+        "run": config.to_dict(),
+        "val_loss": val_loss,
+        "val_perplexity": math.exp(val_loss) if val_loss < 709 else math.inf,
+        **{key: value for key, value in rows[-1].items() if key.startswith("val_loss_") or key == "weight_spread"},
+        "train_loss": (everyone[:, 0].sum() / everyone[:, 1].sum()).item(),
+        "tokens": t.steps * t.global_batch * t.seq_len,
+        "parameters": count_parameters(config.model, config.constraint).total,
+        "training_flops": flops,
+        "sent_bytes": sent,
+        "sent_bytes_closed_form": trainer.sent_bytes(),
+        "sent_bytes_per_rank": everyone[:, 2].long().tolist(),
+        "routed_bytes_per_rank": everyone[:, 3].long().tolist(),
+        "peak_step_bytes": int(everyone[:, 4].max()),
+        "environment": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "device": torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else platform.machine(),
+            "transport": type(world.transport).__name__,
+            "reduction": world.reduction,
+        },
+    }
+
+
+def _times(world: World, seconds: float, tokens: int) -> dict[str, float]:
+    """What the run took on this machine."""
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    peak = torch.cuda.max_memory_allocated(world.device) if world.device.type == "cuda" else resident
+    done = {"seconds": seconds, "tokens_per_s": tokens / seconds, "peak_memory_bytes": peak}
+    if world.trace is not None:
+        done["utilisation"] = world.trace.utilisation(world.clock.started, world.clock.now())
+    return done

@@ -1,0 +1,288 @@
+"""One rank's inner training: model or stage of it, data, inner optimizer, engine, and their state."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowcomm.choices import choose
+from lowcomm.comm.world import World
+from lowcomm.experiment.batches import TokenData
+from lowcomm.experiment.config import RunConfig, TrainConfig
+from lowcomm.methods.boundary import make_boundary
+from lowcomm.methods.engine import Engine, Evaluated, weight_spread
+from lowcomm.methods.partial import detach_others, pieces, train_slice
+from lowcomm.methods.pipeline import Pipeline, WholeModel
+from lowcomm.methods.routing import random_slice
+from lowcomm.methods.subspace import RowAdamW, Subspace, Unconstrained
+from lowcomm.model.accounting import parameter_shapes
+from lowcomm.model.decoder import Decoder
+from lowcomm.model.spectrum import stable_ranks
+from lowcomm.settings import ConfigError
+
+
+def learning_rate(step: int, t: TrainConfig) -> float:
+    """The inner learning rate of step 1..steps: linear warm-up, then decay to final_lr_fraction of the peak."""
+    if step <= t.warmup_steps:
+        return t.lr * step / t.warmup_steps
+    if t.decay == "constant":
+        return t.lr
+    done = (step - t.warmup_steps) / max(1, t.steps - t.warmup_steps)
+    shape = 1 - done if t.decay == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+    return t.lr * (t.final_lr_fraction + (1 - t.final_lr_fraction) * shape)
+
+
+def inner_optimizer(
+    trained: dict[str, Tensor], t: TrainConfig, mean_dims: dict[str, int] | None = None
+) -> torch.optim.Optimizer:
+    """AdamW or SGD; weight decay on matrices alone. `mean_dims`: see `subspace.RowAdamW`, by the parameters' names."""
+    matrices: dict[int | None, list[Tensor]] = {None: []}
+    for name, p in trained.items():
+        if p.dim() >= 2:
+            matrices.setdefault((mean_dims or {}).get(name), []).append(p)
+    vectors = [p for p in trained.values() if p.dim() < 2]
+    groups = [{"params": matrices.pop(None), "weight_decay": t.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    if t.optimizer == "sgd":
+        groups[0]["params"] += itertools.chain(*matrices.values())
+        return torch.optim.SGD(groups, lr=t.lr)
+    if matrices:
+        groups += [{"params": some, "weight_decay": t.weight_decay, "mean_dim": d} for d, some in matrices.items()]
+        return RowAdamW(groups, lr=t.lr, betas=(t.beta1, t.beta2), eps=t.eps)
+    fused = not any(hasattr(p, "device_mesh") for p in trained.values())
+    return torch.optim.AdamW(groups, lr=t.lr, betas=(t.beta1, t.beta2), eps=t.eps, fused=fused)
+
+
+def _below(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What is named below a prefix, by the rest of the name."""
+    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+
+
+def _local(x: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor, or the tensor."""
+    return x.to_local() if hasattr(x, "to_local") else x
+
+
+class Trainer:
+    """One rank of one run. `train.train` is the way in."""
+
+    def __init__(self, config: RunConfig, world: World, data: TokenData):
+        for axis in ("replicas", "stages"):
+            if (asked := getattr(config, axis)) != (there := getattr(world, axis)):
+                raise ConfigError(f"run {config.name} has {asked} {axis}, the world has {there}")
+        self.config, self.world, self.data = config, world, data
+        for key, value in dataclasses.asdict(config.data).items():
+            if (was := data.card.get("settings", {}).get(key)) != value:
+                raise ConfigError(
+                    f"data.{key} = {value}, but the corpus was prepared with {was}:"
+                    f" prepare it again (dvc repro data@{config.data.corpus})"
+                )
+        if config.train.compile:
+            torch.compiler.reset()  # what an earlier run in this process compiled must not decide what this one does
+        if world.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(world.device)
+        m, t = config.method, config.train
+        self.model = Decoder(config.model, config.constraint).initialise(config.seed).cut(world.stage, world.stages)
+        self.model.to(world.device)
+        self.model.recompute = t.recompute
+        sliced: dict[str, Tensor] = {}
+        self.slice = world.replica % m.slices
+        if m.trainable == "slice":
+            shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
+            sliced = train_slice(self.model, pieces(shapes, m.sliced, m.slices, config.model.layers), self.slice)
+        self.engine = choose(Engine, m.exchange, "method.exchange").of(
+            self.model,
+            world,
+            m,
+            seed=config.seed,
+            steps=t.steps,
+            constrain=lambda values: self.subspace.keep(values),
+            layers=config.model.layers,
+        )
+        #: What the inner optimizer updates, by the names of the parameters; slices share the memory of the whole.
+        self.trained: dict[str, Tensor] = sliced or dict(self.model.named_parameters())  # an engine may shard them
+        boundary = make_boundary(m.boundary, config.model, self.model, seed=config.seed) if world.stages > 1 else None
+        self.subspace = Unconstrained()
+        if config.constraint is not None:
+            batch = config.local_batch // t.accumulation, t.seq_len
+            self.subspace = Subspace(self.model, m.boundary, world, self.trained, batch, boundary)
+        self.optimizer = inner_optimizer(self.trained, t, self.subspace.mean_dims())
+        maybe_compiled = torch.compile if t.compile else lambda f: f
+        common = {"autocast": self._autocast, "micro_batches": t.accumulation, "watch": self.subspace.watch}
+        if boundary is None:
+            self.passes = WholeModel(world, losses=maybe_compiled(self.model.losses), **common)
+        else:
+            self.passes = Pipeline(
+                boundary,
+                world,
+                hidden=maybe_compiled(self.model.hidden),
+                head_losses=maybe_compiled(self.model.head_losses),
+                routing=m.route,
+                seed=config.seed,
+                **common,
+            )
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.config.train.precision == "bf16")
+
+    def step(self, step: int) -> dict[str, Any]:
+        """One inner step, and whatever exchange the engine does after it. Returns a metrics row."""
+        t, world = self.config.train, self.world
+        world.step = step
+        lr = learning_rate(step, t)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self._detach(step)
+
+        @functools.cache
+        def batch(replica: int) -> Tensor:
+            return self.data.batch(step, replica, world.replicas).to(world.device, non_blocking=True)
+
+        entropies = self.passes.train(step, batch)
+        self.engine.average_gradients()
+        self.subspace.project_gradients()
+        norm = self._clip()
+        ranks = {}
+        if t.record_ranks and self._is_evaluated(step):
+            grads = {n: p.grad for n, p in self.trained.items() if p.grad is not None}
+            ranks = stable_ranks(grads, "gradient_stable_rank")
+        self.optimizer.step()
+        self.subspace.project_weights()
+        self.optimizer.zero_grad(set_to_none=True)
+        logged = self.engine.step()
+        logged |= (
+            self.engine.finish() if step == t.steps else self.subspace.update(step, self.optimizer, self.engine.map)
+        )
+        if t.record_ranks and self._is_evaluated(step):
+            ranks |= stable_ranks(dict(self.model.named_parameters()), "stable_rank")
+        row = {"step": step, "lr": lr, "grad_norm": norm} | logged | ranks
+        if entropies:  # at the last stage
+            row["loss"] = torch.stack(entropies).mean() if len(entropies) > 1 else entropies[0]
+        return row
+
+    def _detach(self, step: int) -> None:
+        """Choose the slices through which gradients pass in this step."""
+        m, own = self.config.method, self.slice
+        if m.input_gradients == "all":
+            return
+        kept = {own}
+        if m.input_gradients == "own_and_random":
+            kept.add(random_slice(self.config.seed, step, self.world.replica, own, m.slices))
+        detach_others(self.model, sorted(kept), m.slices)
+
+    def _clip(self) -> Tensor:
+        """Scale gradients to norm clip_norm at most; returns the norm before. Inner gradients only.
+
+        The norm is of the whole model: of a pipeline, of all stages of one replica, whatever the routes.
+        """
+        grads = [_local(p.grad) for p in self.trained.values() if p.grad is not None]
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
+        if self.config.method.exchange == "fsdp":
+            norm = self.world.sum(norm.square().reshape(1), purpose="fsdp norm").sqrt()[0]
+        if self.world.stages > 1:
+            norm = self.world.sum(norm.square().reshape(1), purpose="gradient norm", axis="stage").sqrt()[0]
+        if self.config.train.clip_norm:
+            torch._foreach_mul_(grads, (self.config.train.clip_norm / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
+    @torch.no_grad()
+    def evaluate(self, which: Evaluated = "agreed", *, together: bool = True) -> float | None:
+        """Mean validation cross-entropy (nats per token) of the evaluated parameters.
+
+        `together`: the same on every rank, replicas having shared the windows. Else nobody waits for another replica,
+        and each has the mean over its own windows, at the last stage; None elsewhere.
+        """
+        world, rows = self.world, self.config.local_batch // self.config.train.accumulation
+        windows = self.data.validation(self.config.train.eval_sequences)
+        if not self.engine.one_model:  # then replicas have as many each
+            if len(windows) < world.replicas:
+                raise ConfigError(f"{len(windows)} validation windows are too few for {world.replicas} replicas")
+            windows = windows[: len(windows) // world.replicas * world.replicas]
+        total = torch.zeros(2, dtype=torch.float64)
+        with self.engine.evaluated(which):
+            for begin in range(0, -(-len(windows) // world.replicas), rows):
+                part = windows[world.replica :: world.replicas][begin : begin + rows]
+                mine = len(part)
+                # A rank without windows runs one for nothing: sharded models need all ranks in each forward.
+                part = (part if mine else windows[:1]).to(world.device)
+                if (entropy := self.passes.evaluate(part)) is None:
+                    continue
+                total += torch.tensor([entropy.item() * mine, mine], dtype=torch.float64)
+        if together:
+            world.sum(total := total.to(world.device), purpose="evaluation", axis="world")
+        loss_sum, count = total.tolist()
+        return loss_sum / count if count else None
+
+    def _is_evaluated(self, step: int) -> bool:
+        t = self.config.train
+        return step == t.steps or bool(t.eval_every and step % t.eval_every == 0)
+
+    def evaluations(self, step: int) -> dict[str, float]:
+        """What is logged of the model after `step`, where an evaluation is due."""
+        t, last, found = self.config.train, step == self.config.train.steps, {}
+        if not self._is_evaluated(step):
+            return found
+        if (loss := self.evaluate(together=last or self.engine.one_model)) is not None:
+            found["val_loss"] = loss
+        if last:
+            found |= {f"val_loss_{which}": self.evaluate(which) for which in t.evaluate_also}
+        if t.record_spread:
+            found["weight_spread"] = weight_spread(self.world, list(self.model.parameters()))
+        return found
+
+    def whole(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The evaluated parameters of all stages, and the subspace's basis and fixed embedding where there is one.
+
+        On the ranks of replica 0; every rank must ask.
+        """
+        world, fixed = self.world, self.subspace.tables()
+        if world.stages == 1 or world.replica:
+            return weights | fixed
+        flat = torch.cat([w.detach().reshape(-1).float() for w in weights.values()])
+        gathered, found = world.exchange(flat, purpose="summary", axis="stage"), fixed
+        for stage, values in enumerate(gathered):
+            shapes = parameter_shapes(self.config.model, self.config.constraint, stage=stage, stages=world.stages)
+            parts = values.split([math.prod(shape) for shape in shapes.values()])
+            found |= {n: v.view(shape) for (n, shape), v in zip(shapes.items(), parts, strict=True)}
+        return found
+
+    def sent_bytes(self) -> dict[str, int]:
+        """Closed form of what this rank sends in the whole run, by axis and purpose; {} where none is claimed."""
+        t = self.config.train
+        found = {f"replica/{purpose}": n for purpose, n in self.engine.sent_bytes(t.steps).items()}
+        passed = self.passes.sent_bytes(t.steps, self.config.local_batch, t.seq_len)
+        return found | {f"route/{purpose}": n for purpose, n in passed.items()} | self.subspace.sent_bytes(t.steps)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All state of this rank, by name: model, inner optimizer, engine."""
+        named = {f"model/{n}": _local(p) for n, p in self.model.named_parameters()}
+        for name, p in self.trained.items():
+            for key, value in self.optimizer.state.get(p, {}).items():
+                named[f"inner/{name}/{key}"] = _local(value)
+        named |= {f"subspace/{n}": b for n, b in self.subspace.tensors().items()}
+        named |= {f"boundary/{n}": b for n, b in self.passes.errors.items()}
+        return named | {f"engine/{n}": b for n, b in self.engine.state_dict().items()}
+
+    @torch.no_grad()
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """Put back what `tensors` gave."""
+        for name, p in self.model.named_parameters():
+            _local(p).copy_(tensors[f"model/{name}"])
+        for name, p in self.trained.items():
+            for key, value in _below(f"inner/{name}/", tensors).items():
+                if value.dim() == 0:  # the step count; fused kernels read it where the parameters are
+                    fused = self.optimizer.defaults.get("fused")
+                    self.optimizer.state[p][key] = value.clone().to(p.device if fused else "cpu")
+                else:  # of the parameter's shape, or of fewer entries
+                    whole = value.shape == _local(p).shape
+                    like = torch.zeros_like(p) if whole else torch.empty_like(value, device=p.device)
+                    _local(like).copy_(value)
+                    self.optimizer.state[p][key] = like
+        self.engine.load_state_dict(_below("engine/", tensors))
+        self.subspace.load(_below("subspace/", tensors))
+        self.passes.errors.update((n, e.to(self.world.device)) for n, e in _below("boundary/", tensors).items())

@@ -1,0 +1,290 @@
+"""What crosses the boundary of two stages of a pipeline: activations one way, their gradients the other.
+
+    dense      x as it is
+    subspace   (x - T_fixed[ids]) U, and the token ids, from which the next stage rebuilds x (Protocol Models, Eq. 8);
+               of gradients g U (Eq. 9). Exact in fp32, for a model that keeps to the subspace: see `subspace`
+    low_rank   P Q^T, the best approximation of rank r that two power iterations find; lossy
+
+What is sent of x goes through a codec, which may be lossy too: sparse or quantised activations. With error feedback,
+what a message could not say is added to what the next one of the same micro-batch is to say.
+
+To add a boundary, write a file in this folder with a class that derives from `Boundary` and has `names`.
+
+All of it is computed in fp32, whatever the rest of the step is in. A message is bytes: the encoded values, then token
+ids in as few bytes each as hold the vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from lowcomm.choices import Choice, check_settings, choose
+from lowcomm.codecs import make_codec, message_seed
+from lowcomm.methods.config import BoundaryConfig
+from lowcomm.model.config import ModelConfig
+from lowcomm.model.decoder import Decoder
+from lowcomm.settings import ConfigError, check_bounds
+
+
+def id_bytes(vocab_size: int) -> int:
+    """Bytes of a token id: as few as hold the vocabulary."""
+    return max(1, -(-(vocab_size - 1).bit_length() // 8))
+
+
+def pack_ids(ids: Tensor, vocab_size: int) -> Tensor:
+    """Token ids (int64) as bytes, the lowest first, `id_bytes` each."""
+    return ids.reshape(-1, 1).contiguous().view(torch.uint8)[:, : id_bytes(vocab_size)].reshape(-1).contiguous()
+
+
+def unpack_ids(packed: Tensor, vocab_size: int) -> Tensor:
+    """The inverse of `pack_ids`: [n] int64."""
+    each = packed.view(-1, id_bytes(vocab_size))
+    whole = each.new_zeros(len(each), 8)
+    whole[:, : each.shape[1]] = each
+    return whole.view(torch.int64)[:, 0]
+
+
+def low_rank(x: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """P [n, r] with orthonormal columns and Q [D, r] so that P Q^T is near x [n, D]: two power iterations.
+
+    They begin from the same random columns each time. r is `rank`, or n or D where that is less.
+    """
+    generator, rank = torch.Generator().manual_seed(0), min(rank, *x.shape)
+    q = torch.empty(x.shape[1], rank).normal_(generator=generator).to(x.device)
+    for _ in range(2):
+        p = torch.linalg.qr(x @ q).Q
+        q = x.T @ p
+    return p, q
+
+
+def _in_fp32(method: Callable) -> Callable:
+    """A method of `Boundary` without autocast, which would round what must be rebuilt, and without gradients."""
+
+    @functools.wraps(method)
+    def call(self: Boundary, *args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
+            return method(self, *args, **kwargs)
+
+    return call
+
+
+#: Settings that mean something with every boundary.
+_OF_ALL = ("kind", "codec", "codec_keep", "error_feedback")
+
+
+class Boundary(Choice, ABC):
+    """What one rank sends and takes.
+
+    Args:
+        config: the settings.
+        shape: of the model; its width and its vocabulary are those of a message.
+        model: this rank's stage, which knows the subspace where there is one; None if bytes alone are asked for.
+        seed: of the codec's random choices.
+
+    Attributes:
+        wants_ids: whether token ids travel with activations, to rebuild what is fixed of the embedding. (Targets do
+            not travel: the last stage draws them from the data.)
+        error_of_stream: whether error feedback keeps what was lost of x [n, D], and not of the values sent.
+    """
+
+    wants_ids: ClassVar[bool] = False
+    error_of_stream: ClassVar[bool] = False
+
+    def __init__(self, config: BoundaryConfig, shape: ModelConfig, model: Decoder | None = None, *, seed: int = 0):
+        self.rank, self.seed, self.model = config.rank, seed, model
+        self.width, self.vocab_size = shape.dim, shape.vocab_size
+        self.codec = make_codec(config.codec, config.codec_keep, where="method.boundary.codec")
+        self.feedback = config.error_feedback
+        #: What messages so far could not say, by direction and micro-batch.
+        self.errors: dict[str, Tensor] = {}
+
+    @classmethod
+    def check(cls, config: BoundaryConfig, width: int, tokens: int) -> None:
+        """Raise ConfigError for settings with which it does not work; `tokens` is the number in a message."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the stage is."""
+        return self.model.cos_TH.device
+
+    @abstractmethod
+    def numel(self, tokens: int) -> int:
+        """Values in a message of so many tokens."""
+
+    @abstractmethod
+    def values(self, x_ND: Tensor, ids_N: Tensor | None) -> Tensor:
+        """What is sent of x, flat; `ids` come with activations, and only where `wants_ids`."""
+
+    @abstractmethod
+    def rebuilt(self, values: Tensor, ids_N: Tensor | None, tokens: int) -> Tensor:
+        """x [N, D] from its values."""
+
+    def activation_bytes(self, tokens: int) -> int:
+        """Bytes of one message of activations."""
+        return self.codec.nbytes(self.numel(tokens)) + self.wants_ids * tokens * id_bytes(self.vocab_size)
+
+    def gradient_bytes(self, tokens: int) -> int:
+        """Bytes of one message of gradients."""
+        return self.codec.nbytes(self.numel(tokens))
+
+    def _encoded(self, x: Tensor, ids: Tensor | None, turn: int, slot: str | None) -> Tensor:
+        x = x.detach().reshape(-1, self.width).float()
+        feedback = self.feedback and slot is not None
+        before = self.errors.get(slot, 0.0) if feedback else 0.0
+        if self.error_of_stream:
+            x = x + before
+            wanted = values = self.values(x, ids)
+        else:
+            wanted = values = self.values(x, ids) + before
+        packed = self.codec.encode(values, message_seed(self.seed, turn))
+        if feedback:
+            said = self.codec.decode(packed, values.numel())
+            if self.error_of_stream:
+                wanted, said = x, self.rebuilt(said, ids, len(x))
+            self.errors[slot] = wanted - said
+        return packed
+
+    @_in_fp32
+    def activations(self, x: Tensor, ids: Tensor | None, *, turn: int = 0, slot: int | None = None) -> Tensor:
+        """The message of activations [B, T, D] of token ids [B, T], which only a subspace wants to know.
+
+        `turn` decides a codec's random choices; `slot`, a micro-batch, has errors of its own (None: no feedback).
+        """
+        ids = ids.reshape(-1) if self.wants_ids else None
+        packed = self._encoded(x, ids, 2 * turn, None if slot is None else f"activations/{slot}")
+        return packed if ids is None else torch.cat([packed, pack_ids(ids, self.vocab_size)])
+
+    @_in_fp32
+    def read_activations(self, message: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor | None]:
+        """Activations [B, T, D] and, where they travel, ids [B, T], from a message; `shape`: (B, T)."""
+        tokens, ids = shape[0] * shape[1], None
+        if self.wants_ids:
+            size = self.codec.nbytes(self.numel(tokens))
+            message, packed = message.split([size, message.numel() - size])
+            ids = unpack_ids(packed, self.vocab_size)
+        x = self.rebuilt(self.codec.decode(message, self.numel(tokens)), ids, tokens)
+        return x.view(*shape, self.width), None if ids is None else ids.view(shape)
+
+    @_in_fp32
+    def gradients(self, g: Tensor, *, turn: int = 0, slot: int | None = None) -> Tensor:
+        """The message of gradients [B, T, D]."""
+        return self._encoded(g, None, 2 * turn + 1, None if slot is None else f"gradients/{slot}")
+
+    @_in_fp32
+    def read_gradients(self, message: Tensor, shape: tuple[int, int], dtype: torch.dtype = torch.float32) -> Tensor:
+        """Gradients [B, T, D] from a message; `shape`: (B, T)."""
+        tokens = shape[0] * shape[1]
+        x = self.rebuilt(self.codec.decode(message, self.numel(tokens)), None, tokens)
+        return x.view(*shape, self.width).to(dtype)
+
+
+class Dense(Boundary):
+    """x as it is."""
+
+    names = ("dense",)
+
+    def numel(self, tokens: int) -> int:
+        return tokens * self.width
+
+    def values(self, x_ND: Tensor, ids_N: Tensor | None) -> Tensor:
+        return x_ND.flatten()
+
+    def rebuilt(self, values: Tensor, ids_N: Tensor | None, tokens: int) -> Tensor:
+        return values.view(tokens, self.width)
+
+
+class LowRank(Boundary):
+    """P Q^T, the best approximation of rank r that two power iterations find."""
+
+    names = ("low_rank",)
+    settings = ("rank",)
+    error_of_stream = True
+
+    @classmethod
+    def check(cls, config: BoundaryConfig, width: int, tokens: int) -> None:
+        """Refuse ranks above the width and the tokens of a message."""
+        _check_rank(config.rank, min(width, tokens))
+
+    def numel(self, tokens: int) -> int:
+        return min(self.rank, tokens, self.width) * (tokens + self.width)
+
+    def values(self, x_ND: Tensor, ids_N: Tensor | None) -> Tensor:
+        return torch.cat([part.flatten() for part in low_rank(x_ND, self.rank)])
+
+    def rebuilt(self, values: Tensor, ids_N: Tensor | None, tokens: int) -> Tensor:
+        rank = min(self.rank, tokens, self.width)
+        p, q = values.split([tokens * rank, self.width * rank])
+        return p.view(tokens, rank) @ q.view(self.width, rank).T
+
+
+class InSubspace(Boundary):
+    """Coordinates in the subspace, of a model that keeps to it (`subspace`): exact in fp32."""
+
+    names = ("subspace",)
+    settings = tuple(f.name for f in dataclasses.fields(BoundaryConfig) if f.name not in _OF_ALL)
+    wants_ids = True
+
+    @classmethod
+    def check(cls, config: BoundaryConfig, width: int, tokens: int) -> None:
+        """Refuse ranks above the width, and settings of an optimizer or an update that cannot be."""
+        _check_rank(config.rank, width)
+        if config.mode == "reparametrised" and config.second_moment != "row":
+            raise ConfigError("method.boundary.second_moment means nothing with mode = reparametrised")
+        if bool(config.update_every_steps) != bool(config.update_lr):
+            raise ConfigError(
+                f"method.boundary.update_every_steps = {config.update_every_steps} and update_lr = {config.update_lr}"
+                " must both be above 0, or neither"
+            )
+
+    def numel(self, tokens: int) -> int:
+        return tokens * self.rank
+
+    def values(self, x_ND: Tensor, ids_N: Tensor | None) -> Tensor:
+        moving = x_ND if ids_N is None else x_ND - self.model.fixed_VD[ids_N]
+        return (moving @ self.model.basis_DR).flatten()
+
+    def rebuilt(self, values: Tensor, ids_N: Tensor | None, tokens: int) -> Tensor:
+        x = values.view(tokens, self.rank) @ self.model.basis_DR.T
+        return x if ids_N is None else x.add_(self.model.fixed_VD[ids_N])
+
+
+def _check_rank(rank: int, most: int) -> None:
+    if not 1 <= rank <= most:
+        raise ConfigError(
+            f"method.boundary.rank = {rank} must be from 1 to {most}, the width of the stream or, if fewer, the tokens"
+            " of a message"
+        )
+
+
+def make_boundary(
+    config: BoundaryConfig, shape: ModelConfig, model: Decoder | None = None, *, seed: int = 0
+) -> Boundary:
+    """The boundary of `config.kind`; arguments as for `Boundary`."""
+    return choose(Boundary, config.kind, "method.boundary.kind")(config, shape, model, seed=seed)
+
+
+def check_boundary(config: BoundaryConfig, width: int, tokens: int, stages: int) -> None:
+    """Raise ConfigError where settings do not go together; `tokens` is the number in a message."""
+    check_bounds("method.boundary", config)
+    codec = make_codec(config.codec, config.codec_keep, where="method.boundary.codec")
+    lossy = config.kind == "low_rank" or not codec.lossless
+    if stages == 1 and (lossy or config.error_feedback):
+        raise ConfigError(
+            f"method.boundary = {config.kind} in {config.codec}, error_feedback = {config.error_feedback} means nothing"
+            " with one stage"
+        )
+    if config.error_feedback and not lossy:
+        raise ConfigError("method.boundary.error_feedback means nothing where nothing is lost")
+    if config.error_feedback and config.codec == "dare":
+        raise ConfigError(
+            "method.boundary.error_feedback with codec = dare grows without bound: it scales what it keeps; use dropout"
+        )
+    check_settings(Boundary, config.kind, "method.boundary.kind", config, BoundaryConfig())
+    choose(Boundary, config.kind, "method.boundary.kind").check(config, width, tokens)

@@ -1,0 +1,75 @@
+"""Settings of a method: one point in the space of independent choices.
+
+Which values a choice has, which of these settings mean something with it, and what it asks of them, each class says of
+itself (`lowcomm.choices`); what an exchange needs as a whole, `plan.Plan` checks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lowcomm.model.config import Constraint
+from lowcomm.settings import number
+
+
+@dataclass(frozen=True)
+class BoundaryConfig:
+    """What crosses the boundaries of a pipeline's stages, and what the model is held to for it."""
+
+    kind: str = "dense"  # a `boundary.Boundary` by name: dense, subspace, low_rank
+    rank: int = number(0, at_least=0)  # k of subspace, r of low_rank
+    codec: str = "fp32"  # of what crosses
+    codec_keep: float = 1.0  # as method.codec_keep
+    error_feedback: bool = False
+    # From here on: only for kind = subspace, with one stage too.
+    dense_layers: int = number(1, at_least=0)  # the last ones, which are free
+    mode: Literal["projected", "reparametrised"] = "projected"
+    #: One for each row of all constrained matrices, of all but attention's (whose weights are projected each step), of
+    #: none (all are projected); only for mode = projected.
+    second_moment: Literal["row", "mixed", "element"] = "row"
+    basis: Literal["gaussian", "coordinates"] = "gaussian"  # as it begins
+    table: Literal["projection", "zero"] = "projection"  # the trainable embedding as it begins
+    update_every_steps: int = number(0, at_least=0)  # 0: the subspace stays as it is
+    update_lr: float = number(0.0, at_least=0)  # eta of the Grassmann step
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """What the model is made with."""
+        if self.kind != "subspace":
+            return None
+        return Constraint(self.rank, self.dense_layers, self.mode == "reparametrised", self.basis, self.table)
+
+
+@dataclass(frozen=True)
+class MethodConfig:
+    """One point in the space of independent choices."""
+
+    exchange: str  # an `engine.Engine` by name: gradients, fsdp, parameters (local updates), none
+    #: next_fragment: the others are frozen, as in FedPart. slice: a part of some matrices, another on each replica.
+    trainable: Literal["all", "next_fragment", "slice"] = "all"
+    slices: int = number(1, at_least=1)  # N; only for trainable = slice, as the next two
+    #: What is sliced: mlp, heads, out or layers of a `Decoder`, or "PATTERN:DIMENSION" of any parameters' names.
+    sliced: tuple[str, ...] = ()
+    #: Through which slices of an MLP gradients reach its input: all, the replica's own, or that and a random one.
+    input_gradients: Literal["all", "own", "own_and_random"] = "all"
+    sync_every_steps: int = number(1, at_least=1)  # H; only for exchange = parameters
+    peers: str = "all"  # a `peers.Peers` by name: all, group
+    group_size: int = number(2, at_least=2)  # n; only for peers = group
+    codec: str = "fp32"  # a `codecs.Codec` by name
+    codec_keep: float = number(1.0, above=0)  # topk, dropout, dare: share of the values that is sent
+    outer: str = "average"  # an `outer.OuterOptimizer` by name: average, nesterov, heavy_ball, noloco
+    outer_lr: float = number(1.0, at_least=0)
+    outer_momentum: float = number(0.0, at_least=0, below=1)
+    outer_pull: float = number(0.0, at_least=0)  # gamma, towards the peers' slow weights; only for outer = noloco
+    #: What is exchanged together; "patterns": the parameters that each of `fragment_patterns` matches, then the rest.
+    fragments: Literal["whole", "sequential", "strided", "slices", "patterns"] = "whole"
+    layers_per_fragment: int = number(3, at_least=1)
+    fragment_patterns: tuple[str, ...] = ()  # shell patterns of names; only for fragments = patterns
+    overlap_steps: tuple[int, ...] = (0,)  # tau: of all replicas, or one for each
+    mixing: float = number(0.0, at_least=0, below=1)  # alpha, weight of the replica's own parameters
+    close_last_round: bool = True  # exchange all once more at the end of the run
+    offload_outer: bool = False  # outer state on the CPU
+    record_cosine: bool = False  # also exchange outer gradients to log their cosine; billed as analysis
+    route: Literal["fixed", "random_step", "random_micro_batch"] = "fixed"  # through the stages of a pipeline
+    boundary: BoundaryConfig = BoundaryConfig()

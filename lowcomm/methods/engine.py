@@ -1,0 +1,230 @@
+"""Engines: what a training loop calls so that replicas come to agree; here those that keep no outer state.
+
+    for batch in loader:
+        loss(model, batch).backward()
+        engine.average_gradients()      data-parallel training alone does something here
+        optimizer.step(); optimizer.zero_grad()
+        engine.step()
+    engine.finish()
+
+Data-parallel training averages gradients at every step, before clipping and the inner optimizer. Independent replicas
+exchange nothing. Local updates (DiLoCo and all that follows from it) are in `local_updates`, sharded models in `fsdp`.
+
+To add an engine, write a file in this folder with a class that derives from `Engine` and has `names`: the values of
+`MethodConfig.exchange`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lowcomm.choices import Choice
+from lowcomm.comm.shares import mean_bytes
+from lowcomm.comm.world import World
+from lowcomm.methods.config import MethodConfig
+from lowcomm.methods.outer_state import flatten, unflatten_into
+from lowcomm.settings import ConfigError
+
+#: What may be evaluated: the parameters last agreed, the first replica's own, the mean of all replicas' own.
+Evaluated = Literal["agreed", "first_replica", "replica_average"]
+#: Values of parameters, or of parts of them in their shapes, with the parameters' names: to be changed in place.
+Values = Iterable[tuple[str, Tensor]]
+Change = Callable[[Values], None]
+
+
+def named_parameters(model: nn.Module | Mapping[str, Tensor], *, trained: bool = True) -> dict[str, Tensor]:
+    """Parameters by name, of a module or as given; with `trained`, those that want a gradient alone.
+
+    Raises ConfigError where there are none.
+    """
+    named = dict(model.named_parameters() if isinstance(model, nn.Module) else model)
+    found = {name: p for name, p in named.items() if p.requires_grad or not trained}
+    if not found:
+        raise ConfigError(f"there is nothing to exchange: none of {len(named)} parameters wants a gradient")
+    return found
+
+
+def broadcast_weights(model: nn.Module | Mapping[str, Tensor], world: World) -> None:
+    """Overwrite all parameters and buffers by those of replica 0, as DistributedDataParallel does when it is made."""
+    tensors = named_parameters(model, trained=False)
+    if isinstance(model, nn.Module):
+        tensors |= {f"buffer {name}": b for name, b in model.named_buffers()}
+    for tensor in tensors.values():
+        packed = tensor.detach().contiguous().view(-1).view(torch.uint8).clone()
+        received = world.broadcast(packed, purpose="initial weights")
+        with torch.no_grad():
+            tensor.copy_(received.view(tensor.dtype).view(tensor.shape))
+
+
+def weight_spread(world: World, parameters: list[Tensor]) -> float:
+    """Standard deviation of the replicas' weights: sqrt(mean over weights and replicas of (theta_m - mean)^2).
+
+    Over all stages; every rank must ask, and gets the same.
+    """
+    own = flatten(parameters).float()
+    off = own.sub(world.mean(own.clone(), purpose="analysis")).double()
+    total = torch.tensor([off.square().sum().item(), off.numel()], dtype=torch.float64, device=world.device)
+    squares, count = world.sum(total, purpose="analysis", axis="world").tolist()
+    return (squares / count) ** 0.5
+
+
+@contextlib.contextmanager
+def holding(parameters: list[Tensor], values: Tensor) -> Iterator[None]:
+    """Inside it, parameters have other values (flat)."""
+    own = flatten(parameters)
+    unflatten_into(values, parameters)
+    try:
+        yield
+    finally:
+        unflatten_into(own, parameters)
+
+
+def of_replicas(world: World, parameters: list[Tensor], which: Evaluated) -> Tensor:
+    """The first replica's own parameters, or the mean of all replicas', flat."""
+    own = flatten(parameters)
+    if which == "first_replica":
+        return world.broadcast(own, purpose="analysis")
+    return world.mean(own.float(), purpose="analysis")
+
+
+class Engine(Choice, ABC):
+    """What a training loop calls; the loop knows no method by name.
+
+    Attributes:
+        one_model: whether replicas evaluate one model, or each its own.
+    """
+
+    one_model: bool = True
+    #: Whether replicas keep parameters of their own between exchanges.
+    local: ClassVar[bool] = False
+
+    @classmethod
+    @abstractmethod
+    def of(cls, model: nn.Module, world: World, method: MethodConfig, **known: Any) -> Engine:
+        """The engine of a method, for a trainer whose replicas begin with equal weights: nothing is broadcast.
+
+        `known`: seed, steps, constrain and layers, as for `LocalUpdates`; an engine may have no use for them.
+        """
+
+    @classmethod
+    def check(cls, method: MethodConfig, replicas: int) -> None:
+        """Raise ConfigError for settings of a method that mean nothing to an engine without local updates."""
+        default = MethodConfig(method.exchange, route=method.route, boundary=method.boundary)
+        for field in dataclasses.fields(method):
+            if getattr(method, field.name) != getattr(default, field.name):
+                raise ConfigError(f"method.{field.name} means nothing with method.exchange = {method.exchange}")
+
+    def average_gradients(self) -> None:
+        """Between the backward pass and clipping."""
+
+    def step(self) -> dict[str, float]:
+        """After an inner step: exchange what is due. Returns what is worth logging."""
+        return {}
+
+    def finish(self) -> dict[str, float]:
+        """After the last inner step: apply what is under way, and exchange what has changed since. As `step`."""
+        return {}
+
+    def evaluated(self, which: Evaluated = "agreed") -> contextlib.AbstractContextManager[None]:
+        """Inside, the model holds the parameters to evaluate."""
+        return contextlib.nullcontext()
+
+    @abstractmethod
+    def weights(self) -> dict[str, Tensor]:
+        """The parameters to evaluate, whole, by name; the mean of the replicas' own where they have no one model.
+
+        Every rank must ask.
+        """
+
+    def map(self, change: Change) -> None:
+        """Change in place what the engine keeps of parameters; waits for what travels."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What to checkpoint beside the model and the inner optimizer, transfers under way included (waits for them).
+
+        It is this rank's own: every rank saves one, and loads its own.
+        """
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Put back what `state_dict` gave."""
+
+    def sent_bytes(self, steps: int) -> dict[str, int]:
+        """Closed form of this rank's bytes on the replica axis in `steps` steps, by purpose; {} if none is claimed."""
+        return {}
+
+
+class DataParallel(Engine):
+    """Gradients averaged over replicas at every step; parameters without a gradient count as zero.
+
+    Args:
+        model: a module or its parameters by name. Those that want no gradient are left alone.
+        world: the ranks.
+        broadcast: begin with the weights (and buffers) of replica 0. Buffers are each replica's own from then on.
+    """
+
+    names = ("gradients",)
+
+    def __init__(self, model: nn.Module | Mapping[str, Tensor], world: World, *, broadcast: bool = True):
+        self.named, self.world = named_parameters(model), world
+        if broadcast and world.replicas > 1:
+            broadcast_weights(model, world)
+
+    @classmethod
+    def of(cls, model: nn.Module, world: World, method: MethodConfig, **known: Any) -> DataParallel:
+        """Data-parallel training; a method has nothing else to say of it."""
+        return cls(model, world, broadcast=False)
+
+    def average_gradients(self) -> None:
+        """Replace gradients by their mean over replicas."""
+        if self.world.replicas == 1:
+            return
+        for p in self.named.values():
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+        grads = [p.grad for p in self.named.values()]
+        unflatten_into(self.world.mean(flatten(grads).float(), purpose="gradients"), grads)
+
+    def weights(self) -> dict[str, Tensor]:
+        """The parameters, which all replicas share."""
+        return self.named
+
+    def sent_bytes(self, steps: int) -> dict[str, int]:
+        """Those of `steps` means of all gradients in fp32."""
+        numel = sum(p.numel() for p in self.named.values())
+        return {"gradients": steps * mean_bytes(numel, 4, self.world.replicas, self.world.replica)}
+
+
+class Independent(Engine):
+    """Replicas never exchange anything; but where routes are random, stages train on what other replicas computed."""
+
+    names = ("none",)
+    one_model = False
+    local = True
+
+    def __init__(self, model: nn.Module | Mapping[str, Tensor], world: World):
+        self.named, self.world = named_parameters(model), world
+        self.parameters = list(self.named.values())
+
+    @classmethod
+    def of(cls, model: nn.Module, world: World, method: MethodConfig, **known: Any) -> Independent:
+        """Independent replicas; a method has nothing else to say of them."""
+        return cls(model, world)
+
+    def evaluated(self, which: Evaluated = "agreed") -> contextlib.AbstractContextManager[None]:
+        """Each replica's own parameters ("agreed"), or those of the first or their mean."""
+        if which == "agreed":
+            return contextlib.nullcontext()
+        return holding(self.parameters, of_replicas(self.world, self.parameters, which))
+
+    def weights(self) -> dict[str, Tensor]:
+        """The mean of the replicas' parameters."""
+        mean = of_replicas(self.world, self.parameters, "replica_average").split([p.numel() for p in self.parameters])
+        return {n: v.view(p.shape) for (n, p), v in zip(self.named.items(), mean, strict=True)}

@@ -1,0 +1,385 @@
+"""Local updates: replicas train alone for a while, then come to agree. DiLoCo and what follows from it.
+
+DiLoCo (Douillard et al., 2023, arXiv:2311.08105; Algorithm 1 of Streaming DiLoCo). Replica m trains
+theta_m for H inner steps; phi are the parameters last agreed. Then
+
+    Delta_m = phi - theta_m                 outer gradient (note the sign)
+    Delta   = mean_m Delta_m                what travels
+    phi     = OuterOpt(phi, Delta)          SGD with Nesterov momentum
+    theta_m = alpha theta_m + (1 - alpha) phi
+
+    symbol   name here          symbol   name here
+    theta_m  the model's own    phi      `agreed`, flat fp32
+    Delta    `delta`            H        `sync_every_steps`
+    alpha    `mixing`           tau      `overlap_steps`
+
+DiLoCo exchanges the whole model and takes phi as it is (alpha = 0). Streaming DiLoCo (`streaming`) does this for a
+fragment at a time, with tau inner steps between sending Delta_m and applying Delta.
+
+Federated averaging (local SGD) exchanges theta itself and takes its mean.
+
+NoLoCo (`noloco`) takes the mean over a random group. Then nothing is agreed by all: each replica has a phi of its own,
+its slow weights, and the outer optimizer also wants the mean of the group's. As this group is known in advance, slow
+weights travel to the next one as soon as they have been updated, while the inner steps go on (section 3.2).
+
+What is exchanged together, when and with whom is the plan's (`plan`); outer optimizers are in `outer` and in their
+papers' files, outer state in `outer_state`. `named` has the papers' methods as classes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowcomm.codecs import Codec, message_seed
+from lowcomm.codecs.bits import refuse_non_finite
+from lowcomm.comm.axis import Handle
+from lowcomm.comm.shares import Section
+from lowcomm.comm.world import World
+from lowcomm.methods.config import MethodConfig
+from lowcomm.methods.engine import (
+    Change,
+    Engine,
+    Evaluated,
+    broadcast_weights,
+    holding,
+    named_parameters,
+    of_replicas,
+)
+from lowcomm.methods.outer import OuterOptimizer
+from lowcomm.methods.outer_state import OuterState, flatten, unflatten_into
+from lowcomm.methods.partial import Piece
+from lowcomm.methods.plan import OUTER, SLOW_WEIGHTS, Plan
+from lowcomm.settings import ConfigError, nearest
+
+
+def pairwise_cosine(vectors: list[Tensor]) -> float:
+    """Mean cosine similarity over all pairs of flat vectors."""
+    stacked = torch.stack([v / v.norm().clamp_min(1e-30) for v in vectors]).double()
+    n = len(vectors)
+    return float((stacked @ stacked.T).triu(1).sum() / (n * (n - 1) / 2))
+
+
+class FragmentState:
+    """What a replica keeps of one fragment: its parameters, outer state and optimizer, and what is under way.
+
+    Attributes: `under_way` and `peers` are the means on their way (of what was sent, and of the next peers' slow
+    weights), `due` the step after which the first is applied, `turns` the number of turns it has had.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], named: Mapping[str, Tensor], outer: OuterOptimizer, *, offload: bool):
+        self.pieces, self.outer = pieces, outer
+        self.parameters = [piece.of(named[piece.parameter]) for piece in pieces]
+        agreed = flatten(self.parameters).float()
+        self.numel = agreed.numel()
+        self._state = OuterState({"agreed": agreed} | outer.buffers(agreed), offload=offload)
+        self.under_way: Handle | None = None
+        self.peers: Handle | None = None
+        self.due = self.turns = 0
+
+    @property
+    def agreed(self) -> Tensor:
+        """The parameters last agreed, flat, where they are at home."""
+        return self._state.read()["agreed"]
+
+    @property
+    def resident(self) -> int:
+        """Bytes of outer state on the device."""
+        return self._state.resident
+
+    def fetch(self, *, whole: bool) -> None:
+        """Begin to bring outer state to the device: all of it, or the parameters alone."""
+        self._state.fetch(*(self._state.names if whole else ["agreed"]))
+
+    def delta(self) -> Tensor:
+        """The outer gradient: agreed minus the replica's own parameters."""
+        theta = flatten(self.parameters).float()
+        (agreed,) = self._state.use("agreed")
+        return torch.sub(agreed, theta, out=theta)
+
+    def message(self) -> Tensor:
+        """What is to be averaged: the outer gradient, or the parameters themselves."""
+        return flatten(self.parameters).float() if self.outer.sends_parameters else self.delta()
+
+    def apply(self, mean: Tensor, mixing: float, peers: Tensor | None = None) -> None:
+        """Take the outer step with the mean of what was sent, then mix: theta <- alpha theta + (1 - alpha) agreed.
+
+        `peers`: as in `OuterOptimizer.step`.
+        """
+        names = self._state.names
+        values = dict(zip(names, self._state.use(*names), strict=True))
+        agreed = values.pop("agreed")
+        self.outer.step(agreed, mean, values, peers)
+        if mixing == 0:
+            unflatten_into(agreed, self.parameters)
+        else:
+            theta = flatten(self.parameters)
+            unflatten_into(theta.mul_(mixing).add_(agreed, alpha=1 - mixing), self.parameters)
+        self._state.release(changed=True)
+
+    def release(self) -> None:
+        """Outer state is not needed until the mean has come."""
+        self._state.release(changed=False)
+
+    def values(self, flat: Tensor) -> list[tuple[str, Tensor]]:
+        """Flat values, as of `agreed`, in the shapes of the fragment's pieces, with their parameters' names."""
+        parts = flat.split([piece.numel for piece in self.pieces])
+        return [(piece.parameter, v.view(piece.shape)) for piece, v in zip(self.pieces, parts, strict=True)]
+
+    def arrived(self, world: World) -> dict[str, Tensor]:
+        """What was under way, waited for; it is at hand from now on."""
+        found = {}
+        for name in ("under_way", "peers"):
+            if (handle := getattr(self, name)) is not None:
+                found[name] = handle.wait()
+                setattr(self, name, world.done(found[name]))
+        return found
+
+    def map(self, change: Change) -> None:
+        """Change outer state in place."""
+        for flat in self._state.use(*self._state.names):
+            change(self.values(flat))
+        self._state.release(changed=True)
+
+    def state_dict(self, world: World) -> dict[str, Tensor]:
+        """Outer state, what was under way, and the counts."""
+        return {
+            **self._state.read(),
+            **self.arrived(world),
+            "due": torch.tensor(self.due),
+            "turns": torch.tensor(self.turns),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Tensor], world: World) -> None:
+        """Put back what `state_dict` gave."""
+        self._state.load(state)
+        for name in ("under_way", "peers"):
+            there = state.get(name)
+            setattr(self, name, None if there is None else world.done(there.to(world.device)))
+        self.due, self.turns = int(state["due"]), int(state["turns"])
+
+
+class LocalUpdates(Engine):
+    """Replicas train alone and meet for a fragment at its turn: DiLoCo, Streaming DiLoCo, federated averaging, NoLoCo.
+
+    Call `step` after every step of the inner optimizer, whatever it is, and `finish` after the last one: what is under
+    way is then applied, and with `close_last_round` every fragment is exchanged once more, so that no inner step is
+    lost. With `trainable = next_fragment` all fragments but the next to be exchanged are frozen (FedPart): no gradient
+    is computed for them, and their inner optimizer state rests.
+
+    Args:
+        model: any module, or parameters by name. What wants no gradient is neither exchanged nor billed, unless slices
+            are trained (`partial`). Buffers (of batch norm, say) stay each replica's own.
+        world: the ranks; `world.step` counts the inner steps from now on, and the ledger bills to it.
+        method: the choices; `settings` replace some of its fields, by default those of DiLoCo.
+        seed: of everything random (groups, codecs); the same on all ranks.
+        steps: of the whole run, where they are known: what nobody would need after them is not sent then. (NoLoCo sends
+            slow weights ahead for a next turn.)
+        broadcast: begin with the weights and buffers of replica 0, as all replicas must begin alike.
+        constrain: changes the means that arrive in place, where a constraint must hold that a lossy codec breaks.
+        layers: as for `Plan`.
+
+    Attributes: `plan` (what is sent), `fragments` (its state), `steps_done`.
+
+    Raises ConfigError for choices that do not go together, or not with this model; the message names the values.
+    """
+
+    names = ("parameters",)
+    local = True
+    default = MethodConfig("parameters", outer="nesterov", outer_lr=0.7, outer_momentum=0.9, sync_every_steps=30)
+
+    def __init__(
+        self,
+        model: nn.Module | Mapping[str, Tensor],
+        world: World,
+        method: MethodConfig | None = None,
+        *,
+        seed: int = 0,
+        steps: int | None = None,
+        broadcast: bool = True,
+        constrain: Change | None = None,
+        layers: int | None = None,
+        **settings: Any,
+    ):
+        self.method = method = with_settings(method or self.default, settings)
+        self.world, self.seed, self.steps = world, seed, steps
+        self.named = named_parameters(model, trained=method.trainable != "slice")
+        shapes = {name: tuple(p.shape) for name, p in self.named.items()}
+        self.plan = Plan(shapes, method, world.replicas, seed=seed, layers=layers)
+        if broadcast and world.replicas > 1:
+            broadcast_weights(model, world)
+        self.fragments = [
+            FragmentState(f.pieces, self.named, self.plan.outer.of(method), offload=method.offload_outer)
+            for f in self.plan.fragments
+        ]
+        self.one_model = self.plan.peers.one_model
+        self.overlap = self.plan.overlap(self.world.replica)
+        self.constrain = None if self.plan.codec.lossless else constrain
+        self.steps_done = 0
+        self._prepare()
+
+    @classmethod
+    def of(cls, model: nn.Module, world: World, method: MethodConfig, **known: Any) -> LocalUpdates:
+        """Local updates of a model whose replicas begin alike already; `known` as for the constructor."""
+        return LocalUpdates(model, world, method, broadcast=False, **known)
+
+    @classmethod
+    def check(cls, method: MethodConfig, replicas: int) -> None:
+        """Nothing: the plan checks what local updates need."""
+
+    def step(self) -> dict[str, float]:
+        """After an inner step: send the fragments whose turn it is, apply those that are due."""
+        self.steps_done += 1
+        self.world.step = step = self.steps_done
+        logged: dict[str, float] = {}
+        for index in self.plan.turns(step):
+            self._send(index, logged)
+        for index, fragment in enumerate(self.fragments):
+            if fragment.under_way is not None and fragment.due <= step:
+                self._apply(index)
+        self._prepare()
+        return logged
+
+    def finish(self) -> dict[str, float]:
+        """Apply what is under way; with `close_last_round`, exchange what has trained since its last turn."""
+        logged: dict[str, float] = {}
+        for index, fragment in enumerate(self.fragments):
+            if fragment.under_way is not None:
+                self._apply(index)
+        left = [i for i in range(len(self.fragments)) if self.plan.closes(i, self.steps_done)]
+        for index in left:
+            self._send(index, logged)
+        for index in left:
+            self._apply(index)
+        return logged
+
+    def _prepare(self) -> None:
+        """Begin to fetch the outer state that the next step's turns need; freeze and thaw."""
+        step = self.steps_done + 1
+        for index in self.plan.turns(step):
+            self.fragments[index].fetch(whole=False)
+        for fragment in self.fragments:
+            if fragment.under_way is not None and fragment.due <= step:
+                fragment.fetch(whole=True)
+        if self.method.trainable == "next_fragment":
+            following = next(turns[0] for s in itertools.count(step) if (turns := self.plan.turns(s)))
+            for index, fragment in enumerate(self.fragments):
+                for p in fragment.parameters:
+                    p.requires_grad_(index == following)
+
+    def _mean(self, x: Tensor, index: int, codec: Codec, *, purpose: str, seed: int = 0, ahead: bool = False) -> Handle:
+        """Begin to replace `x` by its mean over this replica's group at the next turn of a fragment."""
+        world, plan = self.world, self.plan
+        group = plan.group(index, self.fragments[index].turns, world.replica)
+        if plan.is_plain(index) and not ahead:
+            refuse_non_finite(x, x.abs().max())
+            return world.mean_async(x, purpose=purpose)
+        sections: Sequence[Section] | None = None
+        if self.method.trainable == "slice" and not ahead:
+            sections = plan.fragments[index].sections
+        return world.encoded_mean_async(
+            x, codec, purpose=purpose, seed=seed, group=group, sections=sections, ahead=ahead
+        )
+
+    def _send(self, index: int, logged: dict[str, float]) -> None:
+        fragment, step = self.fragments[index], self.steps_done
+        sent = fragment.message()
+        if self.method.record_cosine and self.world.replicas > 1:
+            deltas = self.world.exchange(fragment.delta(), purpose="analysis")
+            logged["cosine" if len(self.fragments) == 1 else f"cosine_{index}"] = pairwise_cosine(deltas)
+        seed = message_seed(self.seed, step, index, self.world.replica)
+        fragment.under_way = self._mean(sent, index, self.plan.codec, purpose=OUTER, seed=seed)
+        fragment.turns += 1
+        fragment.due = step + self.overlap
+        if self.overlap:
+            fragment.release()
+
+    def _apply(self, index: int) -> None:
+        fragment = self.fragments[index]
+        mean = fragment.under_way.wait()
+        fragment.under_way = None
+        peers = None if fragment.peers is None else fragment.peers.wait()
+        fragment.peers = None
+        if self.constrain is not None:
+            self.constrain(fragment.values(mean))
+        fragment.apply(mean, self.method.mixing, peers)
+        if fragment.outer.needs_peers and self._has_turns_left(index):
+            slow = fragment.agreed.to(self.world.device, copy=True)
+            fragment.peers = self._mean(slow, index, self.plan.fp32, purpose=SLOW_WEIGHTS, ahead=True)
+
+    def _has_turns_left(self, index: int) -> bool:
+        """Whether a fragment will be exchanged again, as far as is known."""
+        return self.steps is None or self.fragments[index].turns < self.plan.turns_in(index, self.steps)
+
+    @contextlib.contextmanager
+    def evaluated(self, which: Evaluated = "agreed") -> Iterator[None]:
+        """The outer parameters (Streaming DiLoCo, Table 3), whatever the replica holds in between; or inner ones.
+
+        Where replicas have different tau, one may apply a fragment's mean before another does: until then, each shows
+        its own outer parameters, and a loss over the windows of all is the mean of both.
+        """
+        with contextlib.ExitStack() as stack:
+            for f in self.fragments:
+                shown = f.agreed if which == "agreed" else of_replicas(self.world, f.parameters, which)
+                stack.enter_context(holding(f.parameters, shown))
+            yield
+
+    def weights(self) -> dict[str, Tensor]:
+        """The parameters last agreed, in fp32; where replicas have their own, the mean of these."""
+        whole = {n: torch.empty(p.shape, dtype=torch.float32, device=p.device) for n, p in self.named.items()}
+        for fragment in self.fragments:
+            agreed = fragment.agreed
+            if not self.one_model:
+                agreed = self.world.mean(agreed.to(self.world.device, copy=True), purpose="analysis")
+            for piece, (_, value) in zip(fragment.pieces, fragment.values(agreed), strict=True):
+                piece.of(whole[piece.parameter]).copy_(value)
+        return whole
+
+    def map(self, change: Change) -> None:
+        """Change in place what is kept of parameters: outer state and the means that have arrived."""
+        for fragment in self.fragments:
+            fragment.map(change)
+            for name, arrived in fragment.arrived(self.world).items():
+                if name == "under_way" and self.constrain is not None:
+                    self.constrain(fragment.values(arrived))
+                change(fragment.values(arrived))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Outer state, means under way (waited for), and how far each fragment is; this rank's own."""
+        state = {"steps_done": torch.tensor(self.steps_done)}
+        for index, fragment in enumerate(self.fragments):
+            state |= {f"{index}/{name}": b for name, b in fragment.state_dict(self.world).items()}
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Put back what `state_dict` gave. The model's parameters are the user's to put back."""
+        for index, fragment in enumerate(self.fragments):
+            own = {n.partition("/")[2]: t for n, t in state.items() if n.startswith(f"{index}/")}
+            fragment.load_state_dict(own, self.world)
+        self.steps_done = int(state["steps_done"])
+        self.world.step = self.steps_done
+        self._prepare()
+
+    def sent_bytes(self, steps: int) -> dict[str, int]:
+        """Those of the plan."""
+        return self.plan.total_bytes(steps, self.world.replica)
+
+
+def with_settings(method: MethodConfig, settings: Mapping[str, Any]) -> MethodConfig:
+    """A method with some fields replaced. Raises ConfigError for an unknown one; a single tau may be a number."""
+    fields = {f.name for f in dataclasses.fields(method)}
+    for name in settings:
+        if name not in fields:
+            raise ConfigError(f"no setting of a method is named {name!r}{nearest(name, fields)}")
+    found = dict(settings)
+    for name in ("overlap_steps", "sliced", "fragment_patterns"):
+        if name in found:
+            value = found[name]
+            found[name] = (value,) if isinstance(value, int | str) else tuple(value)
+    return dataclasses.replace(method, **found)

@@ -1,0 +1,102 @@
+"""Outer state: flat fp32 tensors beside the model, on the accelerator or in the CPU's memory.
+
+Outer state is the parameters last agreed and the outer optimizer's buffers. It may live off the accelerator (Streaming
+DiLoCo, section 2.5): only what a turn needs is on the device, from shortly before the turn until it is over. NoLoCo's
+mean of the next peers' slow weights is received on the device and stays there until its turn.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+
+def flatten(tensors: list[Tensor]) -> Tensor:
+    """One contiguous copy of all values, in order."""
+    return torch.cat([t.detach().reshape(-1) for t in tensors])
+
+
+def unflatten_into(flat: Tensor, tensors: list[Tensor]) -> None:
+    """Copy a flat tensor back over `tensors`."""
+    parts = flat.to(tensors[0].device).split([t.numel() for t in tensors])
+    with torch.no_grad():
+        torch._foreach_copy_(tensors, [p.view(t.shape) for p, t in zip(parts, tensors, strict=True)])
+
+
+@functools.cache
+def _copying(device: torch.device) -> torch.cuda.Stream:
+    """The stream on which outer state travels: one a GPU, so that what one fragment frees another can use."""
+    return torch.cuda.Stream(device)
+
+
+class OuterState:
+    """Named flat tensors at home, on the device or in the CPU's memory, and copies of them where they are used.
+
+    With `offload`, home is the CPU (pinned, for a GPU), copying runs on a stream of its own, and `resident` says what
+    is held on the device. A CPU that is the device too keeps copies all the same, so that memory can be counted there.
+    """
+
+    def __init__(self, values: dict[str, Tensor], *, offload: bool):
+        self.names = tuple(values)
+        self.device = values[self.names[0]].device
+        on_gpu = self.device.type == "cuda"
+        self._stream = _copying(self.device) if offload and on_gpu else None
+        self._ready: torch.cuda.Event | None = None
+        self._here = values
+        if offload:
+            self._home = {n: torch.empty_like(v, device="cpu", pin_memory=on_gpu).copy_(v) for n, v in values.items()}
+            self._here = {}
+        else:
+            self._home = self._here
+
+    @property
+    def resident(self) -> int:
+        """Bytes on the device."""
+        return sum(v.numel() * v.element_size() for v in self._here.values())
+
+    def fetch(self, *names: str) -> None:
+        """Begin to copy what is not on the device yet."""
+        missing = [n for n in names if n not in self._here]
+        if not missing:
+            return
+        with torch.cuda.stream(self._stream):
+            for name in missing:
+                self._here[name] = torch.empty_like(self._home[name], device=self.device)
+                self._here[name].copy_(self._home[name], non_blocking=True)
+        if self._stream is not None:
+            self._ready = self._stream.record_event()
+
+    def use(self, *names: str) -> list[Tensor]:
+        """Tensors on the device, ready for the current stream; valid until `release`."""
+        self.fetch(*names)
+        if self._ready is not None:
+            current = torch.cuda.current_stream(self.device)
+            current.wait_event(self._ready)
+            for name in names:
+                self._here[name].record_stream(current)
+        return [self._here[n] for n in names]
+
+    def release(self, *, changed: bool) -> None:
+        """Let go of the copies on the device, written home if they have `changed`."""
+        if self._here is self._home:
+            return
+        if changed:
+            if self._stream is not None:
+                self._stream.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(self._stream):
+                for name, value in self._here.items():
+                    self._home[name].copy_(value, non_blocking=True)
+        self._here = {}
+
+    def read(self) -> dict[str, Tensor]:
+        """All of it, where it is at home. Not to be written."""
+        if self._stream is not None:
+            self._stream.synchronize()
+        return self._home
+
+    def load(self, values: dict[str, Tensor]) -> None:
+        """Overwrite all of it."""
+        for name, value in self.read().items():
+            value.copy_(values[name])

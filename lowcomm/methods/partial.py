@@ -1,0 +1,244 @@
+"""Partial Parameter Updates (arXiv:2509.22418): a replica trains one slice of some matrices, and all of the others.
+
+Of R replicas, replica k trains slice k mod N (section 2.2.1; the index is inferred, any balanced one will do):
+
+    mlp      rows of W_up (and of the gate), and the columns of W_down that go with them
+    heads    rows of W_Q, W_K and W_V: whole heads
+    out      the columns of W_O that go with those heads (appendix A.2)
+    layers   the MLPs of some layers, whole (appendix A.2)
+
+The forward pass uses everything. The backward pass computes gradients with respect to inputs through everything, and
+with respect to weights for the slice alone (appendix C.1):
+
+    dX = W^T dY,   dW[slice] = dY[slice] X^T (rows)   or   dY X[slice]^T (columns)
+
+each as one product. The whole weight exists once; its trained slice is a view, a contiguous one, so that a fused
+optimizer's step on the view is a step on the weight (a matrix sliced by columns is stored transposed for that). What is
+frozen has no gradient and no optimizer state.
+
+`detach` also cuts the other slices out of the MLPs' dX (appendix D): all but the replica's own, or all but its own and
+a random one, drawn anew each step.
+
+    symbol  name here     symbol  name here
+    N       `slices`      m[i]    the number of replicas that train a parameter: `Piece.owner` says which
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lowcomm.model.decoder import MLP, Decoder, recomputing
+from lowcomm.settings import ConfigError
+
+#: The dimension that is sliced, by the end of a parameter's name.
+_DIMENSION: dict[str, dict[str, int]] = {
+    "mlp": {"mlp.up.weight": 0, "mlp.gate.weight": 0, "mlp.down.weight": 1},
+    "heads": {"attention.q.weight": 0, "attention.k.weight": 0, "attention.v.weight": 0},
+    "out": {"attention.out.weight": 1},
+}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a parameter: [begin, end) along `dim`, trained by the replicas of slice `owner` (None: by all).
+
+    `shape` is the part's own.
+    """
+
+    parameter: str
+    shape: tuple[int, ...]
+    owner: int | None = None
+    dim: int = 0
+    begin: int = 0
+    whole: bool = True
+
+    @property
+    def numel(self) -> int:
+        """Values in it."""
+        return math.prod(self.shape)
+
+    @property
+    def end(self) -> int:
+        """Where it ends along `dim`."""
+        return self.begin + self.shape[self.dim]
+
+    def of(self, p: Tensor) -> Tensor:
+        """This part of the parameter, a view; the parameter itself where it is all of it."""
+        return p if self.whole else p.narrow(self.dim, self.begin, self.shape[self.dim])
+
+
+def dimensions(sliced: Sequence[str], names: Iterable[str]) -> dict[str, int]:
+    """The dimension along which each sliced parameter is cut, by name; `sliced` as in `MethodConfig`.
+
+    Raises ConfigError for an entry that is neither the name of a part of a `Decoder` nor "PATTERN:DIMENSION", or that
+    matches no parameter.
+    """
+    found: dict[str, int] = {}
+    for entry in sliced:
+        if entry == "layers":
+            continue
+        pattern, colon, dim = entry.rpartition(":")
+        ends = _DIMENSION.get(entry)
+        if ends is None and not (colon and dim in ("0", "1")):
+            raise ConfigError(
+                f"method.sliced names {entry!r}: it must be one of {', '.join([*_DIMENSION, 'layers'])}, or"
+                " PATTERN:DIMENSION with a shell pattern of parameters' names and dimension 0 (rows) or 1 (columns)"
+            )
+        if ends is None:
+            matched = {n: int(dim) for n in names if fnmatch.fnmatchcase(n, pattern)}
+        else:
+            matched = {n: d for n in names for end, d in ends.items() if n.endswith(end)}
+        if colon and not matched:
+            raise ConfigError(f"method.sliced names {entry!r}, which matches no parameter")
+        found |= matched
+    return found
+
+
+def pieces(shapes: Mapping[str, Sequence[int]], sliced: Sequence[str], slices: int, layers: int) -> list[Piece]:
+    """The parts of all parameters of a model (or of a stage of one), in the order of its parameters.
+
+    Args:
+        shapes: of the parameters, by name.
+        sliced, slices: as in `MethodConfig`.
+        layers: of the whole model; only for sliced = layers.
+
+    Raises ConfigError where slices would be unequal.
+    """
+    found, cut = [], dimensions(sliced, list(shapes))
+    for name, shape in shapes.items():
+        shape = tuple(shape)
+        if (dim := cut.get(name)) is not None:
+            size, rest = divmod(shape[dim], slices)
+            if rest:
+                raise ConfigError(
+                    f"method.slices = {slices} does not divide {name} of shape {shape} along dimension {dim}"
+                )
+            part = (*shape[:dim], size, *shape[dim + 1 :])
+            found += [Piece(name, part, i, dim, i * size, slices == 1) for i in range(slices)]
+        elif "layers" in sliced and ".mlp." in name:
+            found.append(Piece(name, shape, int(name.split(".")[1]) * slices // layers))
+        else:
+            found.append(Piece(name, shape))
+    return found
+
+
+#: [begin, end) of hidden units.
+Range = tuple[int, int]
+
+
+class _Product(torch.autograd.Function):
+    """y = W x; the gradient with respect to one slice of W, and to x through W or through some slices of it."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        x: Tensor,
+        weight: Tensor,
+        active: Tensor,
+        dim: int,
+        own: Range,
+        through: tuple[Range, ...],
+        wanted: bool,
+    ):
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        ctx.dtypes = x.dtype, active.dtype
+        x, weight = x.to(dtype), weight.to(dtype)
+        ctx.save_for_backward(x, weight)
+        ctx.dim, ctx.own, ctx.through = dim, own, through
+        return F.linear(x, weight) if wanted else x.new_empty(*x.shape[:-1], len(weight))
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        x, weight = ctx.saved_tensors
+        (begin, end), dim = ctx.own, ctx.dim
+        rows_dy, rows_x = dy.flatten(0, -2), x.flatten(0, -2)
+        if dim == 0:
+            d_active = rows_dy[:, begin:end].t() @ rows_x
+        else:
+            d_active = rows_x[:, begin:end].t() @ rows_dy
+        dx = None
+        if ctx.needs_input_grad[0]:
+            if not ctx.through:
+                dx = rows_dy @ weight
+            elif dim == 0:
+                dx = sum(rows_dy[:, b:e] @ weight[b:e] for b, e in ctx.through)
+            else:
+                dx = torch.zeros_like(rows_x)
+                for b, e in ctx.through:
+                    dx[:, b:e] = rows_dy @ weight[:, b:e]
+            dx = dx.view(x.shape).to(ctx.dtypes[0])
+        return dx, None, d_active.to(ctx.dtypes[1]), None, None, None, None
+
+
+class SlicedLinear(nn.Module):
+    """A linear layer of whose weight [out, in] rows (dim 0) or columns (dim 1) [begin, end) are trained.
+
+    A bias, where there is one, is trained whole.
+
+    Attributes:
+        weight: all of it, without a gradient.
+        active: the slice, a leaf of the graph that shares the weight's memory: [end - begin, in] or, transposed,
+            [end - begin, out]. It is what the inner optimizer gets.
+        through: ranges along `dim` through which the gradient with respect to the input passes; () for all.
+        last: whether it is the last product of a block, whose result nobody needs when the block is recomputed. (Of
+            its own products torch knows that by itself.)
+    """
+
+    def __init__(self, linear: nn.Linear, piece: Piece):
+        super().__init__()
+        self.dim, self.own, self.through = piece.dim, (piece.begin, piece.end), ()
+        self.last = piece.parameter.endswith("mlp.down.weight")
+        weight = linear.weight.detach()
+        stored = (weight.t() if self.dim else weight).contiguous()
+        self.weight = nn.Parameter(stored.t() if self.dim else stored, requires_grad=False)
+        self.active = stored[piece.begin : piece.end].requires_grad_()
+        self.bias = linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        wanted = not (self.last and recomputing())
+        y = _Product.apply(x, self.weight, self.active, self.dim, self.own, self.through, wanted)
+        return y if self.bias is None else y + self.bias
+
+
+def train_slice(model: nn.Module, parts: Sequence[Piece], own: int) -> dict[str, Tensor]:
+    """Freeze what is not of slice `own`, and return what is trained, by the names of the parameters.
+
+    Linear layers whose weight is sliced become `SlicedLinear`, which keep name and shape. The model must be on its
+    device already.
+    """
+    trained = {}
+    for piece in parts:
+        parameter = model.get_parameter(piece.parameter)
+        if piece.whole:
+            mine = piece.owner in (None, own)
+            parameter.requires_grad_(mine)
+            if mine:
+                trained[piece.parameter] = parameter
+        elif piece.owner == own:
+            where = piece.parameter.rpartition(".")[0]
+            if not isinstance(linear := model.get_submodule(where), nn.Linear):
+                raise ConfigError(f"method.sliced: {where} is a {type(linear).__name__}; only nn.Linear can be sliced")
+            layer = SlicedLinear(linear, piece)
+            model.set_submodule(where, layer)
+            trained[piece.parameter] = layer.active
+            if layer.bias is not None:
+                trained[f"{where}.bias"] = layer.bias
+    return trained
+
+
+def detach_others(model: Decoder, kept: Sequence[int], slices: int) -> None:
+    """Let input gradients of sliced MLPs pass through the slices `kept` alone (appendix D)."""
+    for block in model.blocks.values():
+        mlp: MLP = block.mlp
+        for layer in (mlp.up, mlp.gate, mlp.down):
+            if layer is not None:
+                size = layer.weight.shape[layer.dim] // slices
+                layer.through = tuple((i * size, (i + 1) * size) for i in kept)

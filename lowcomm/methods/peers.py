@@ -1,0 +1,86 @@
+"""Peer rules: with whom a replica averages at a turn.
+
+To add one, write a file in this folder with a class that derives from `Peers` and has `names`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+from lowcomm.choices import Choice
+from lowcomm.methods.config import MethodConfig
+from lowcomm.methods.routing import group_of
+from lowcomm.settings import ConfigError
+
+#: Of which exchange: fragment, and how many turns it has had before.
+Turn = tuple[int, int]
+
+
+class Peers(Choice, ABC):
+    """A rule that every replica evaluates alike, without talking.
+
+    one_model: whether replicas agree on one model by it; else each has outer parameters of its own.
+    """
+
+    one_model: ClassVar[bool] = False
+
+    @classmethod
+    @abstractmethod
+    def of(cls, method: MethodConfig, seed: int) -> Peers:
+        """The rule with the numbers of a method; `seed` decides random choices."""
+
+    @classmethod
+    def check(cls, method: MethodConfig, replicas: int) -> None:
+        """Raise ConfigError for settings with which it does not work."""
+
+    @abstractmethod
+    def members(self, turn: Turn, replicas: int, replica: int) -> list[int]:
+        """With whom `replica` averages at a turn, itself among them, in ascending order."""
+
+    @abstractmethod
+    def most(self, replicas: int) -> int:
+        """How many replicas the largest group has."""
+
+
+class AllReplicas(Peers):
+    """Everyone with everyone, so that all replicas agree on one model."""
+
+    names = ("all",)
+    one_model = True
+
+    @classmethod
+    def of(cls, method: MethodConfig, seed: int) -> AllReplicas:
+        return cls()
+
+    def members(self, turn: Turn, replicas: int, replica: int) -> list[int]:
+        return list(range(replicas))
+
+    def most(self, replicas: int) -> int:
+        return replicas
+
+
+class RandomGroup(Peers):
+    """A random group of `size` replicas or more (`routing.groups`), another at each turn; nobody else takes part."""
+
+    names = ("group",)
+    settings = ("group_size",)
+
+    def __init__(self, size: int, seed: int):
+        self.size, self.seed = size, seed
+
+    @classmethod
+    def of(cls, method: MethodConfig, seed: int) -> RandomGroup:
+        return cls(method.group_size, seed)
+
+    @classmethod
+    def check(cls, method: MethodConfig, replicas: int) -> None:
+        """Refuse groups of more replicas than there are."""
+        if method.group_size > replicas:
+            raise ConfigError(f"method.group_size = {method.group_size} is more than {replicas} replicas")
+
+    def members(self, turn: Turn, replicas: int, replica: int) -> list[int]:
+        return group_of(replica, self.seed, turn, replicas, self.size)
+
+    def most(self, replicas: int) -> int:
+        return -(-replicas // (replicas // self.size))

@@ -1,0 +1,235 @@
+"""A pipeline: the decoder cut into stages, micro-batches in GPipe's order (Huang et al., 2019) over World's messages.
+
+Each stage runs the forward passes of all micro-batches, then their backward passes. Activations go to the replica of
+the next stage that the route names, their gradients come back the same way; both are sent while the next micro-batch
+is computed, and received into buffers that were posted at the beginning; what a message says of them is the boundary's
+to decide (`boundary`). The last stage draws the targets of whatever tokens come by from the data, which is a pure
+function of step and replica, so that no targets travel. It goes through its head and back at once, micro-batch by
+micro-batch, and keeps the gradient of the residual stream [B, T, D] in place of logits [B, T, V].
+
+With S equal stages and M micro-batches a step takes (M + S - 1) / M times what its stages compute: the share
+(S - 1) / (M + S - 1) of it is the bubble. The head's way back, among the forward passes, puts off the first gradients
+but not the last. So a step is no longer for it, unless what gradients meet next (a message, another stage's way back)
+takes longer than the last stage's way back without the head.
+
+torch.distributed.pipelining has the same schedule (ScheduleGPipe), between fixed neighbours of a process group. A route
+that changes with each micro-batch, ranks in threads, and the ledger's and the link's hold on every message would all
+have to go around it; what would be left of it is the loop below.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from lowcomm.comm.axis import Handle
+from lowcomm.comm.world import World
+from lowcomm.methods.boundary import Boundary
+from lowcomm.methods.routing import Route, fixed_route, random_route
+
+Routing = Literal["fixed", "random_step", "random_micro_batch"]
+ACTIVATIONS, GRADIENTS = "activations", "activation gradients"
+
+
+def bubble(stages: int, micro_batches: int) -> float:
+    """Share of a step that a stage stands still: (S - 1) / (M + S - 1)."""
+    return (stages - 1) / (micro_batches + stages - 1)
+
+
+class WholeModel:
+    """A replica of one stage: micro-batches one after the other, and nothing to send.
+
+    Args:
+        losses: the model's `losses`, or compiled: (ids, targets) -> (loss, cross-entropy).
+        autocast, micro_batches, watch: as for `Pipeline`.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        *,
+        losses: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+        autocast: Callable[[], contextlib.AbstractContextManager],
+        micro_batches: int,
+        watch: Callable[[], None],
+    ):
+        self.world, self.losses, self.autocast = world, losses, autocast
+        self.micro_batches, self.watch = micro_batches, watch
+
+    def train(self, step: int, batch: Callable[[int], Tensor]) -> list[Tensor]:
+        """Forward and backward of one step, as `Pipeline.train`."""
+        count, entropies = self.micro_batches, []
+        for part in batch(self.world.replica).chunk(count):
+            with self.autocast():
+                loss, entropy = self.losses(part[:, :-1], part[:, 1:])
+            (loss / count if count > 1 else loss).backward()
+            self.watch()
+            entropies.append(entropy.detach())
+        return entropies
+
+    @torch.no_grad()
+    def evaluate(self, tokens: Tensor) -> Tensor | None:
+        """The cross-entropy of tokens [B, T + 1]."""
+        with self.autocast():
+            return self.losses(tokens[:, :-1], tokens[:, 1:])[1]
+
+    def sent_bytes(self, steps: int, sequences: int, tokens: int) -> dict[str, int]:
+        """Nothing."""
+        return {}
+
+    @property
+    def errors(self) -> dict[str, Tensor]:
+        """Nothing is kept from step to step."""
+        return {}
+
+
+class Pipeline:
+    """This rank's stage.
+
+    Args:
+        boundary: what its messages say.
+        hidden: the model's `hidden`, or compiled: input -> the residual stream at the stage's end.
+        head_losses: the model's `head_losses`, or compiled: what the last stage makes of it and of the targets.
+        autocast: the context of forward passes.
+        micro_batches: M; a replica's batch splits into them.
+        routing: "fixed", or random anew each step or each micro-batch.
+        seed: of the routes.
+        watch: called after each backward pass through the stage's layers.
+    """
+
+    def __init__(
+        self,
+        boundary: Boundary,
+        world: World,
+        *,
+        hidden: Callable[[Tensor], Tensor],
+        head_losses: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+        autocast: Callable[[], contextlib.AbstractContextManager],
+        micro_batches: int,
+        routing: Routing,
+        seed: int,
+        watch: Callable[[], None],
+    ):
+        self.watch = watch
+        self.boundary, self.world = boundary, world
+        self.hidden, self.head_losses, self.autocast = hidden, head_losses, autocast
+        self.micro_batches, self.routing, self.seed = micro_batches, routing, seed
+        self.first, self.last = world.stage == 0, world.stage == world.stages - 1
+
+    def routes(self, step: int) -> list[Route]:
+        """The route of each micro-batch of a step."""
+        stages, replicas = self.world.stages, self.world.replicas
+        if self.routing == "fixed":
+            return [fixed_route(stages, replicas)] * self.micro_batches
+        if self.routing == "random_step":
+            return [random_route(self.seed, step, 0, stages, replicas)] * self.micro_batches
+        return [random_route(self.seed, step, m, stages, replicas) for m in range(self.micro_batches)]
+
+    def _before(self, route: Route) -> int:
+        """The rank of the stage before on a route."""
+        replicas, stage = self.world.replicas, self.world.stage
+        return (stage - 1) * replicas + route.before(stage, self.world.replica)
+
+    def _after(self, route: Route) -> int:
+        """The rank of the next stage on a route."""
+        replicas, stage = self.world.replicas, self.world.stage
+        return (stage + 1) * replicas + route.after(stage, self.world.replica)
+
+    def _send(self, rank: int, message: Tensor, purpose: str) -> Handle:
+        return self.world.send_async(message, rank, purpose=purpose, axis="route")
+
+    def _expect(self, rank: int, nbytes: int, purpose: str) -> Handle:
+        like = torch.empty(nbytes, dtype=torch.uint8, device=self.world.device)
+        return self.world.recv_async(rank, purpose=purpose, axis="route", like=like)
+
+    def train(self, step: int, batch: Callable[[int], Tensor]) -> list[Tensor]:
+        """Forward and backward of one step; gradients of the mean loss of the micro-batches are added to `.grad`.
+
+        `batch(replica)` gives the tokens [B, T + 1] of a replica. Returns the cross-entropy of each micro-batch at the
+        last stage, nothing elsewhere.
+        """
+        me, count, boundary = self.world.replica, self.micro_batches, self.boundary
+        routes = self.routes(step)
+        here = [part[:, :-1] for part in batch(me).chunk(count)]
+        sizes = [boundary.activation_bytes(x.numel()) for x in here]
+        arriving = [] if self.first else [
+            self._expect(self._before(route), size, ACTIVATIONS) for route, size in zip(routes, sizes, strict=True)
+        ]  # fmt: skip
+        passed, sent, entropies = [], [], []
+        with self.autocast():  # one for all, so that they share each weight's cast
+            for m, route in enumerate(routes):
+                x = ids = here[m]
+                if not self.first:
+                    x, ids = boundary.read_activations(arriving[m].wait(), x.shape)
+                    x.requires_grad_()
+                    arriving[m] = None
+                turn = (step * count + m) * self.world.size + self.world.rank
+                y, dy = self.hidden(x), None
+                if self.last:
+                    targets = batch(route.origin(self.world.stage, me)).chunk(count)[m][:, 1:]
+                    dy, entropy = self._through_head(y, targets)
+                    entropies.append(entropy)
+                else:
+                    message = boundary.activations(y, ids, turn=turn, slot=m)
+                    sent.append(self._send(self._after(route), message, ACTIVATIONS))
+                passed.append((x, get_gradient_edge(y), dy, turn))
+        dtype = y.dtype
+        del y  # nobody needs it, nor those before it
+        returning = [] if self.last else [
+            self._expect(self._after(route), boundary.gradient_bytes(x.numel()), GRADIENTS)
+            for route, x in zip(routes, here, strict=True)
+        ]  # fmt: skip
+        for m, route in enumerate(routes):
+            x, y, dy, turn = passed[m]
+            passed[m] = None  # and with it what autograd keeps
+            if not self.last:
+                dy = boundary.read_gradients(returning[m].wait(), here[m].shape, dtype)
+            torch.autograd.backward(y, dy)
+            del y, dy
+            self.watch()
+            if not self.first:
+                sent.append(self._send(self._before(route), boundary.gradients(x.grad, turn=turn, slot=m), GRADIENTS))
+        for handle in sent:
+            handle.wait()
+        return entropies
+
+    def _through_head(self, y: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradient of a step's loss with respect to y [B, T, D], and the cross-entropy; adds to the head's own."""
+        stream = y.detach().requires_grad_()
+        loss, entropy = self.head_losses(stream, targets)
+        with torch.autocast(y.device.type, enabled=False):
+            (loss / self.micro_batches).backward()
+        return stream.grad, entropy.detach()
+
+    @torch.no_grad()
+    def evaluate(self, tokens: Tensor) -> Tensor | None:
+        """The cross-entropy of tokens [B, T + 1] along the fixed route, at the last stage."""
+        route, boundary = fixed_route(self.world.stages, self.world.replicas), self.boundary
+        x = ids = tokens[:, :-1]
+        if not self.first:
+            nbytes = boundary.activation_bytes(x.numel())
+            x, ids = boundary.read_activations(self._expect(self._before(route), nbytes, "evaluation").wait(), x.shape)
+        with self.autocast():
+            y = self.hidden(x)
+            if self.last:
+                return self.head_losses(y, tokens[:, 1:])[1]
+        self._send(self._after(route), boundary.activations(y, ids), "evaluation").wait()
+        return None
+
+    @property
+    def errors(self) -> dict[str, Tensor]:
+        """What the boundary's messages could not say so far, to checkpoint (and to put back into it)."""
+        return self.boundary.errors
+
+    def sent_bytes(self, steps: int, sequences: int, tokens: int) -> dict[str, int]:
+        """Closed form of this rank's bytes in a run of `steps` with `sequences` of `tokens` a step, by purpose."""
+        messages, each = steps * self.micro_batches, sequences // self.micro_batches * tokens
+        return {
+            ACTIVATIONS: 0 if self.last else messages * self.boundary.activation_bytes(each),
+            GRADIENTS: 0 if self.first else messages * self.boundary.gradient_bytes(each),
+        }

@@ -1,0 +1,278 @@
+"""The plan of local updates: what travels together, when, among whom, and in how many bytes.
+
+A plan is pure: it is made of parameters' names and shapes, a method and a number of replicas, and no tensor is
+needed. The engine (`local_updates`) executes it; rules, predictions, the planner, the simulator and summaries ask it.
+Whatever cannot work, its constructor refuses.
+
+    fragment   parameters that are exchanged together, each turn in one message
+    section    a run of a fragment's values that the same replicas train (all of them, unless parameters are sliced)
+    turn       one exchange of one fragment; turns of a fragment are H steps apart and numbered from 0
+    group      the replicas that average at a turn
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import itertools
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from lowcomm.choices import check_settings, choose
+from lowcomm.codecs import make_codec
+from lowcomm.comm.shares import Section, encoded_mean_in_shares, owned_mean_bytes
+from lowcomm.methods.config import MethodConfig
+from lowcomm.methods.outer import OuterOptimizer
+from lowcomm.methods.partial import Piece, pieces
+from lowcomm.methods.peers import Peers
+from lowcomm.methods.streaming import Schedule, layer_fragments
+from lowcomm.settings import ConfigError, check_bounds
+
+#: What the bytes of an exchange are billed as: the outer gradients' mean, and NoLoCo's slow weights ahead of it.
+OUTER, SLOW_WEIGHTS = "outer", "slow weights"
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """Parts of parameters that are exchanged together.
+
+    Attributes:
+        pieces: in the order in which they travel: what all train first, then slice by slice.
+        sections: of them, in order: how many values, and the replicas that train them.
+        numel: values in all.
+        offset: t_p, the steps by which its turns lie behind the first fragment's.
+    """
+
+    pieces: tuple[Piece, ...]
+    sections: tuple[Section, ...]
+    numel: int
+    offset: int
+
+
+def check_method(method: MethodConfig, replicas: int) -> None:
+    """Raise ConfigError where the settings of a method do not go together, whatever the model."""
+    check_bounds("method", method)
+    defaults = MethodConfig(method.exchange)
+    check_settings(Peers, method.peers, "method.peers", method, defaults)
+    check_settings(OuterOptimizer, method.outer, "method.outer", method, defaults)
+    make_codec(method.codec, method.codec_keep, where="method.codec")
+    choose(Peers, method.peers, "method.peers").check(method, replicas)
+    choose(OuterOptimizer, method.outer, "method.outer").check(method, replicas)
+    _check_fragments(method, defaults)
+    _check_slices(method, defaults, replicas)
+    if len(method.overlap_steps) not in (1, replicas):
+        raise ConfigError(
+            f"method.overlap_steps = {list(method.overlap_steps)} must hold one value, or one for each of"
+            f" {replicas} replicas"
+        )
+    for tau in method.overlap_steps:
+        if not 0 <= tau < method.sync_every_steps:
+            raise ConfigError(
+                f"method.overlap_steps = {tau} must be at least 0 and below sync_every_steps ="
+                f" {method.sync_every_steps}: a fragment is back before it is sent again"
+            )
+
+
+def _check_fragments(method: MethodConfig, defaults: MethodConfig) -> None:
+    layered = method.fragments in ("sequential", "strided")
+    for key, meant in (("layers_per_fragment", layered), ("fragment_patterns", method.fragments == "patterns")):
+        if not meant and getattr(method, key) != getattr(defaults, key):
+            raise ConfigError(f"method.{key} means nothing with method.fragments = {method.fragments}")
+    if method.fragments == "patterns" and not method.fragment_patterns:
+        raise ConfigError("method.fragments = patterns needs method.fragment_patterns: one for each fragment")
+    if method.trainable == "next_fragment" and method.fragments in ("whole", "slices"):
+        raise ConfigError(f"method.trainable = next_fragment means nothing with method.fragments = {method.fragments}")
+
+
+def _check_slices(method: MethodConfig, defaults: MethodConfig, replicas: int) -> None:
+    sliced = method.sliced
+    if method.trainable != "slice":
+        for key in ("slices", "sliced", "input_gradients"):
+            if getattr(method, key) != getattr(defaults, key):
+                raise ConfigError(f"method.{key} means nothing with method.trainable = {method.trainable}")
+        if method.fragments == "slices":
+            raise ConfigError(f"method.fragments = slices means nothing with method.trainable = {method.trainable}")
+        return
+    if not sliced or len(set(sliced)) < len(sliced) or {"mlp", "layers"} <= set(sliced):
+        raise ConfigError(f"method.sliced = {list(sliced)} must name what is sliced, once: mlp or layers, heads, out")
+    if replicas % method.slices:
+        raise ConfigError(f"method.slices = {method.slices} does not divide replicas = {replicas}")
+    if method.input_gradients != "all" and "mlp" not in sliced:
+        raise ConfigError(f"method.input_gradients = {method.input_gradients} needs mlp in method.sliced")
+    if method.input_gradients != "all" and method.slices == 1:
+        raise ConfigError(f"method.input_gradients = {method.input_gradients} needs two slices or more")
+
+
+class Plan:
+    """What replicas of one model (or of one stage of it) exchange.
+
+    Args:
+        shapes: of the parameters, by name, in the model's order.
+        method: the choices. replicas: how many take part.
+        seed: of random groups; the same on all replicas.
+        layers: of the whole model, where `shapes` are a stage's; only for sliced = layers.
+
+    Attributes: `fragments` in the order of their numbers, `schedule`, `peers`, `codec`, `outer` (the class of the outer
+    optimizer), and what it was made of.
+
+    Raises ConfigError that names the settings that clash.
+    """
+
+    def __init__(
+        self,
+        shapes: Mapping[str, Sequence[int]],
+        method: MethodConfig,
+        replicas: int,
+        *,
+        seed: int = 0,
+        layers: int | None = None,
+    ):
+        check_method(method, replicas)
+        self.method, self.replicas, self.seed = method, replicas, seed
+        self.peers = choose(Peers, method.peers, "method.peers").of(method, seed)
+        self.codec = make_codec(method.codec, method.codec_keep, where="method.codec")
+        self.outer = choose(OuterOptimizer, method.outer, "method.outer")
+        self.fp32 = make_codec("fp32")
+        found = pieces(shapes, method.sliced, method.slices, layers or _layer_count(shapes))
+        groups = _groups(found, method)
+        h, count = method.sync_every_steps, len(groups)
+        if count > h:
+            raise ConfigError(
+                f"method.sync_every_steps = {h} is too short for {count} fragments (one is of what is in no"
+                f" {'slice' if method.fragments == 'slices' else 'layer'}) to take turns"
+            )
+        self.schedule = Schedule(count, h)
+        self.fragments = [self._fragment(group, self.schedule.offset(p)) for p, group in enumerate(groups)]
+
+    def _fragment(self, group: list[Piece], offset: int) -> Fragment:
+        ordered = sorted(group, key=lambda piece: -1 if piece.owner is None else piece.owner)
+        everyone, sections = range(self.replicas), []
+        for owner, some in itertools.groupby(ordered, lambda piece: piece.owner):
+            owners = everyone if owner is None else everyone[owner :: self.method.slices]
+            sections.append((sum(piece.numel for piece in some), owners))
+        return Fragment(tuple(ordered), tuple(sections), sum(numel for numel, _ in sections), offset)
+
+    # When
+
+    def turns(self, step: int) -> list[int]:
+        """Numbers of the fragments whose turn is after `step` (from 1)."""
+        return self.schedule.turns(step)
+
+    def overlap(self, replica: int) -> int:
+        """tau of a replica: inner steps between sending a fragment and applying it."""
+        return self.method.overlap_steps[replica % len(self.method.overlap_steps)]
+
+    def closes(self, fragment: int, steps: int) -> bool:
+        """Whether a fragment is exchanged once more at the end of a run of `steps`, besides its turns."""
+        return self.method.close_last_round and fragment not in self.turns(steps)
+
+    def turns_in(self, fragment: int, steps: int) -> int:
+        """Turns of a fragment in a run of `steps`, that at its end included."""
+        return self.schedule.turns_of(fragment, steps) + self.closes(fragment, steps)
+
+    def last_exchange(self, fragment: int, steps: int) -> int:
+        """The step after which a fragment is exchanged last in a run of `steps`; 0 if it never is."""
+        if self.method.close_last_round:
+            return steps
+        turns, h = self.schedule.turns_of(fragment, steps), self.method.sync_every_steps
+        return self.fragments[fragment].offset + turns * h if turns else 0
+
+    # Among whom
+
+    def group(self, fragment: int, turn: int, replica: int) -> list[int]:
+        """The replicas with which one averages at a turn, itself among them, in ascending order."""
+        return self.peers.members((fragment, turn), self.replicas, replica)
+
+    def is_plain(self, fragment: int) -> bool:
+        """Whether a turn of this fragment is an ordinary mean of fp32 values over all replicas, in two phases."""
+        everyone = self.peers.most(self.replicas) == self.replicas
+        return self.codec.lossless and self.method.trainable != "slice" and everyone
+
+    # In how many bytes
+
+    def purposes(self, turn: int) -> tuple[str, ...]:
+        """What travels for a turn: `OUTER`, and `SLOW_WEIGHTS` from the second turn on if the optimizer wants them."""
+        return (OUTER, SLOW_WEIGHTS) if self.outer.needs_peers and turn else (OUTER,)
+
+    def sent_bytes(self, fragment: int, turn: int, replica: int) -> dict[str, int]:
+        """Bytes that a replica sends for a turn of a fragment, by purpose."""
+        group, this = self.group(fragment, turn, replica), self.fragments[fragment]
+        me, size = group.index(replica), len(group)
+        owned = [(numel, [i for i, r in enumerate(group) if r in owners]) for numel, owners in this.sections]
+        found = {OUTER: owned_mean_bytes(owned, self.codec, size, me)}
+        if SLOW_WEIGHTS in self.purposes(turn):
+            found[SLOW_WEIGHTS] = owned_mean_bytes([(this.numel, range(size))], self.fp32, size, me)
+        return found
+
+    def phases(self, fragment: int) -> dict[str, int]:
+        """Swaps of messages, one after the other, in a turn of a fragment, by purpose."""
+        met, this = self.peers.most(self.replicas), self.fragments[fragment]
+        shared = any(encoded_mean_in_shares(n, self.codec, met, min(met, len(owners))) for n, owners in this.sections)
+        slow = encoded_mean_in_shares(this.numel, self.fp32, met, met)
+        return {OUTER: 1 + (self.is_plain(fragment) or shared), SLOW_WEIGHTS: 1 + slow}
+
+    def total_bytes(self, steps: int, replica: int) -> dict[str, int]:
+        """Bytes that a replica sends in a run of `steps`, by purpose."""
+        found: dict[str, int] = dict.fromkeys((OUTER, SLOW_WEIGHTS) if self.outer.needs_peers else (OUTER,), 0)
+        for fragment in range(len(self.fragments)):
+            for turn in range(self.turns_in(fragment, steps)):
+                for purpose, nbytes in self.sent_bytes(fragment, turn, replica).items():
+                    found[purpose] += nbytes
+        return found
+
+
+_NUMBERED = re.compile(r"^(?:(.*?)\.)?(\d+)\.")
+
+
+def layer_of(shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    """The layer that each parameter belongs to, by name; parameters of no layer are left out.
+
+    Layers are the members of the module list (or any numbered container: "model.layers.3.mlp.up.weight") that holds
+    most values, numbered as their names are.
+    """
+    places = {name: found.groups() for name in shapes if (found := _NUMBERED.match(name))}
+    held: dict[str | None, int] = defaultdict(int)
+    for name, (container, _) in places.items():
+        held[container] += Piece(name, tuple(shapes[name])).numel
+    if not held:
+        return {}
+    largest = max(held, key=held.__getitem__)
+    return {name: int(number) for name, (container, number) in places.items() if container == largest}
+
+
+def _layer_count(shapes: Mapping[str, Sequence[int]]) -> int:
+    return max(layer_of(shapes).values(), default=0) + 1
+
+
+def _groups(found: list[Piece], method: MethodConfig) -> list[list[Piece]]:
+    """The pieces of each fragment; what belongs to no layer, slice or pattern comes last, if there is any."""
+    if method.fragments == "whole":
+        return [found]
+    if method.fragments == "slices":
+        keys = {piece: piece.owner for piece in found}
+        order: Sequence[int] = range(method.slices)
+    elif method.fragments == "patterns":
+        keys, order = {}, range(len(method.fragment_patterns))
+        for piece in found:
+            matching = (i for i, p in enumerate(method.fragment_patterns) if fnmatch.fnmatchcase(piece.parameter, p))
+            keys[piece] = next(matching, None)
+    else:
+        layers = layer_of({piece.parameter: piece.shape for piece in found})
+        if not layers:
+            raise ConfigError(
+                f"method.fragments = {method.fragments} needs layers in a numbered container (as nn.ModuleList), and no"
+                " parameter's name has a number: use fragments = patterns, or whole"
+            )
+        numbers = sorted(set(layers.values()))
+        cut = layer_fragments(len(numbers), method.layers_per_fragment, method.fragments)
+        fragment_of = {numbers[i]: p for p, group in enumerate(cut) for i in group}
+        keys = {piece: fragment_of.get(layers.get(piece.parameter, -1)) for piece in found}
+        order = range(len(cut))
+    groups = [[piece for piece in found if keys[piece] == p] for p in order]
+    for p, group in enumerate(groups):
+        if not group:
+            named = method.fragment_patterns[p] if method.fragments == "patterns" else p
+            raise ConfigError(f"method.fragments = {method.fragments}: fragment {named!r} holds no parameter")
+    rest = [piece for piece in found if keys[piece] is None]
+    return [*groups, rest] if rest else groups

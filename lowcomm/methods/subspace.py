@@ -1,0 +1,387 @@
+"""Protocol Models (arXiv:2506.01260): what writes into the residual stream keeps to a subspace of few dimensions.
+
+Then the stream, less the fixed part of the token embedding, lies in the subspace, and so little crosses the boundary of
+two stages of a pipeline (`boundary`). A row of the paper's W_p is a column of `nn.Linear.weight`, so here
+
+    W <- U U^T W      for W_p1 (`attention.out`) and W_p2 (`mlp.down`), of shape [D, in], of all but the dense layers
+    T <- T U U^T      for the trainable embedding T_S, of shape [V, D]
+
+Gradients with respect to the stream have parts outside the subspace (through norms, attention and activations), which
+reach no weight but through U: those of constrained matrices are projected (appendix A), so that they are the same
+however many boundaries there are. (In fp32. Under bf16 autocast weights are rounded as they are used, and what is
+written leaves the subspace by as much; a boundary then rounds too.) AdamW would still leave the subspace, as its second
+moment scales each entry by another factor; with one second moment for all entries that share a row of W_p (Eqs. 12 to
+14) it does not (`RowAdamW`).
+
+Every so many steps the subspace takes a step on the Grassmann manifold (section 4.5), towards the gradients G_t at the
+last compressed layer. With S = sum_t G_t^T G_t, the energy outside is tr S - tr(U^T S U); here it is taken as a share
+of tr S, so that the step size has no unit (the paper prints neither its scale nor its size):
+
+    grad = -2 (I - U U^T) S U / tr S        Eq. 11
+    U   <- orthonormal(U - eta grad)        by QR, with fixed signs
+
+What lived in the old subspace, weights, first moments and outer state, is projected on the new one.
+
+    symbol  name here          symbol  name here
+    U       `basis` [D, k]     S       `gram` [D, D]
+    k       `rank`             eta     `update_lr`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from lowcomm.comm.shares import mean_bytes
+from lowcomm.comm.world import World
+from lowcomm.methods.boundary import Boundary
+from lowcomm.methods.config import BoundaryConfig
+from lowcomm.methods.engine import Change, Values
+from lowcomm.methods.partial import SlicedLinear
+from lowcomm.model.config import ModelConfig
+from lowcomm.model.decoder import Decoder, orthonormal
+
+
+def share_outside(gram: Tensor, basis: Tensor) -> float:
+    """Share of the gradients' energy outside the subspace: 1 - tr(U^T S U) / tr S."""
+    s, u = gram.double(), basis.double()
+    return float(1 - torch.einsum("dk,de,ek->", u, s, u) / s.trace())
+
+
+def grassmann_gradient(gram: Tensor, basis: Tensor) -> Tensor:
+    """The Riemannian gradient of `share_outside` [D, k] (Eq. 11), in fp64."""
+    s, u = gram.double(), basis.double()
+    euclidean = s @ u * (-2 / s.trace())
+    return euclidean - u @ (u.T @ euclidean)
+
+
+def grassmann_step(gram: Tensor, basis: Tensor, lr: float) -> Tensor:
+    """The basis after one step; the same where `gram` is zero."""
+    if not gram.any():
+        return basis.clone()
+    return orthonormal(basis.double() - lr * grassmann_gradient(gram, basis)).to(basis.dtype)
+
+
+def project(x: Tensor, basis: Tensor, dim: int) -> Tensor:
+    """x (a matrix) projected on the subspace along its dimension of size D."""
+    return (x @ basis) @ basis.T if dim else basis @ (basis.T @ x)
+
+
+class RowAdamW(torch.optim.Optimizer):
+    """AdamW (Loshchilov and Hutter, 2017), in some groups with one second moment for each row of W_p (Eqs. 12 to 14).
+
+    Such a group names `mean_dim`, the dimension of its matrices over which the second moment is the mean (0 for
+    [D, in], 1 for [in, D]); None for plain AdamW, which is torch's own fused one. The mean of the second moments is the
+    second moment of the means, so only the means are kept: one value in place of D.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        mean_dim: int | None = None,
+    ):
+        for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+            if value < 0:
+                raise ValueError(f"{name} = {value} must be at least 0")
+        for i, beta in enumerate(betas):
+            if not 0 <= beta < 1:
+                raise ValueError(f"betas[{i}] = {beta} must be at least 0 and below 1")
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "mean_dim": mean_dim}
+        super().__init__(params, defaults | {"fused": True})
+        for group in self.param_groups:
+            if group["mean_dim"] is not None and (bad := [p for p in group["params"] if p.dim() != 2]):
+                raise ValueError(f"mean_dim = {group['mean_dim']} is for matrices, got shape {tuple(bad[0].shape)}")
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step; returns what `closure` (run with gradients) does."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            some = [p for p in group["params"] if p.grad is not None]
+            for p in some:
+                if not self.state[p]:
+                    self._begin(p, group["mean_dim"])
+            if some:
+                (self._plain if group["mean_dim"] is None else self._rows)(group, some)
+        return loss
+
+    def _begin(self, p: Tensor, mean_dim: int | None) -> None:
+        shape = [1 if d == mean_dim else n for d, n in enumerate(p.shape)]
+        self.state[p] = {
+            "step": torch.zeros((), dtype=torch.float32, device=p.device),
+            "exp_avg": torch.zeros_like(p),
+            "exp_avg_sq": torch.zeros_like(p) if mean_dim is None else p.new_zeros(shape),
+        }
+
+    def _plain(self, group: dict[str, Any], some: list[Tensor]) -> None:
+        states = [self.state[p] for p in some]
+        beta1, beta2 = group["betas"]
+        adamw(
+            some,
+            [p.grad for p in some],
+            [s["exp_avg"] for s in states],
+            [s["exp_avg_sq"] for s in states],
+            [],
+            [s["step"] for s in states],
+            fused=True,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+    def _rows(self, group: dict[str, Any], some: list[Tensor]) -> None:
+        (beta1, beta2), lr, dim = group["betas"], group["lr"], group["mean_dim"]
+        states, grads = [self.state[p] for p in some], [p.grad for p in some]
+        torch._foreach_add_([s["step"] for s in states], 1)
+        torch._foreach_lerp_([s["exp_avg"] for s in states], grads, 1 - beta1)
+        torch._foreach_mul_(some, 1 - lr * group["weight_decay"])
+        for p, state in zip(some, states, strict=True):
+            mean = torch.linalg.vector_norm(p.grad, dim=dim, keepdim=True).square_().div_(p.shape[dim])
+            v = state["exp_avg_sq"].lerp_(mean, 1 - beta2)
+            t = state["step"].double()
+            rate = v.div(1 - beta2**t).sqrt_().add_(group["eps"]).reciprocal_().mul_(lr / (1 - beta1**t))
+            p.addcmul_(state["exp_avg"], rate, value=-1)
+
+
+def _columns(c: ModelConfig, b: BoundaryConfig) -> int:
+    """n summed over the constrained matrices [D, n] of all layers, the embedding (n = V) apart."""
+    return max(0, c.layers - b.dense_layers) * (c.heads * c.width_of_head + c.ffn_dim)
+
+
+def overhead_flops(c: ModelConfig, b: BoundaryConfig, sequences: int, tokens: int, stages: int) -> dict[str, int]:
+    """FLOPs of keeping to the subspace, of a whole pipeline: three a step, and of one "update".
+
+    "boundaries": activations and gradients, compressed and rebuilt, 8BTDk at each of the stages - 1; "projection" of
+    gradients [D, n], 4Dkn, and of weights that AdamW moves out of it as much; "watching" the gradients at the last
+    compressed layer, 2BTD^2. An update takes S U and its projection on the tangent, and projects weights and AdamW's
+    first moments, 4Dkn each (QR, and outer state, are not counted). Re-parametrised, nothing is projected, and an
+    update turns k coordinates, 2k^2 n each.
+    """
+    D, k, bt = c.dim, b.rank, sequences * tokens
+    n = _columns(c, b) + c.vocab_size
+    projected = b.mode == "projected"
+    moving = b.update_every_steps > 0
+    weights = {"row": 0, "mixed": max(0, c.layers - b.dense_layers) * c.heads * c.width_of_head, "element": n}
+    carry = 4 * D * k * n if projected else 2 * k * k * n
+    return {
+        "boundaries": 8 * bt * D * k * (stages - 1),
+        "projection": 4 * D * k * (n + weights[b.second_moment]) if projected else 0,
+        "watching": 2 * bt * D * D if moving else 0,
+        "update": moving * (2 * D * D * k + 4 * D * k * k + 2 * carry),
+    }
+
+
+def overhead_bytes(c: ModelConfig, b: BoundaryConfig, itemsize: int = 4) -> dict[str, int]:
+    """Memory that a stage holds besides, whatever the length of its sequences, and what its optimizer saves.
+
+    "fixed_embedding" V D `itemsize` (2 in bf16), "basis" 4Dk, "gram" 4D^2 (at the last stage, where the subspace
+    moves); "second_moment" of the whole model: means in place of entries.
+    """
+    D, k, V = c.dim, b.rank, c.vocab_size
+    mixed = max(0, c.layers - b.dense_layers) * c.ffn_dim
+    rows = {"row": _columns(c, b) + V, "mixed": mixed + V, "element": 0}[b.second_moment]
+    return {
+        "fixed_embedding": V * D * itemsize,
+        "basis": 4 * D * k,
+        "gram": 4 * D * D if b.update_every_steps else 0,
+        "second_moment": -4 * rows * (D - 1) if b.mode == "projected" else 0,
+    }
+
+
+def move_bytes(dim: int, rank: int, replicas: int, stages: int, replica: int = 0) -> tuple[int, int]:
+    """Bytes that a rank of the last stage sends in one move: (S [D, D] among replicas, U [D, k] to other stages)."""
+    return mean_bytes(dim * dim, 4, replicas, replica), (stages - 1) * 4 * dim * rank
+
+
+class Unconstrained:
+    """What a trainer asks of a subspace, where there is none."""
+
+    def watch(self) -> None:
+        """After each backward pass."""
+
+    def mean_dims(self) -> dict[str, int]:
+        """Of the parameters whose second moment is a mean: the dimension it is over."""
+        return {}
+
+    def project_gradients(self) -> None:
+        """Between the backward pass and clipping."""
+
+    def project_weights(self) -> None:
+        """After the inner optimizer."""
+
+    def keep(self, values: Values) -> None:
+        """After a lossy exchange."""
+
+    def update(self, step: int, optimizer: torch.optim.Optimizer, carry: Callable[[Change], None]) -> dict[str, float]:
+        """After every step but the last."""
+        return {}
+
+    def sent_bytes(self, steps: int) -> dict[str, int]:
+        """Closed form of this rank's bytes in a run of `steps`, by axis and purpose."""
+        return {}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """State to checkpoint."""
+        return {}
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Put back what `tensors` gave."""
+
+    def tables(self) -> dict[str, Tensor]:
+        """What a saved model needs besides its parameters, by name."""
+        return {}
+
+
+class Subspace(Unconstrained):
+    """One rank's part in it: keeps to the subspace what it trains, and moves the subspace.
+
+    Args:
+        model: a stage, made with a constraint.
+        config: the settings of the boundary.
+        world: the ranks.
+        trained: what the inner optimizer updates, by the parameters' names.
+        batch: (B, T) of a micro-batch.
+        boundary: what crosses between stages, if there are several; what it has kept as errors, a move forgets.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        config: BoundaryConfig,
+        world: World,
+        trained: dict[str, Tensor],
+        batch: tuple[int, int],
+        boundary: Boundary | None = None,
+    ):
+        self.model, self.config, self.world, self.boundary = model, config, world, boundary
+        self.basis = model.basis_DR
+        self.names = model.constrained()
+        self.projected = config.mode == "projected"
+        #: What is constrained of what is trained, and its dimension of size D (or k, re-parametrised).
+        self.trained = {n: (trained[n], self._dim(n, stored=True)) for n in self.names if n in trained}
+        self.gram: Tensor | None = None
+        if config.update_every_steps and world.stage == world.stages - 1:
+            self.gram = self.basis.new_zeros(len(self.basis), len(self.basis))
+            model.probe = self.basis.new_zeros(*batch, len(self.basis), requires_grad=True)
+
+    def _dim(self, name: str, *, stored: bool = False) -> int:
+        """The dimension of size D of a parameter; `stored`: of the tensor that is trained, which may be transposed."""
+        if name == "embedding.weight":
+            return 1
+        layer = self.model.get_submodule(name.removesuffix(".weight"))
+        return int(stored and isinstance(layer, SlicedLinear) and layer.dim == 1)
+
+    def moves(self, step: int) -> bool:
+        """Whether the subspace moves after a step."""
+        every = self.config.update_every_steps
+        return every > 0 and step % every == 0
+
+    def watch(self) -> None:
+        """After each backward pass: add the gradients at the last compressed layer to S."""
+        if self.gram is not None:
+            rows = self.model.probe.grad.flatten(0, -2).float()
+            self.gram.addmm_(rows.T, rows)
+            self.model.probe.grad = None
+
+    def mean_dims(self) -> dict[str, int]:
+        """Of the parameters whose second moment is a mean: the dimension it is over."""
+        if not self.projected or self.config.second_moment == "element":
+            return {}
+        mixed = self.config.second_moment == "mixed"
+        return {n: dim for n, (_, dim) in self.trained.items() if not (mixed and n.endswith("attention.out.weight"))}
+
+    @torch.no_grad()
+    def project_gradients(self) -> None:
+        """Between the backward pass and clipping."""
+        if self.projected:
+            for p, dim in self.trained.values():
+                if p.grad is not None:
+                    p.grad.copy_(project(p.grad, self.basis, dim))
+
+    @torch.no_grad()
+    def project_weights(self) -> None:
+        """After the inner optimizer: what its second moment, one of each entry, has moved out of the subspace."""
+        kept = self.mean_dims()
+        for name, (p, dim) in self.trained.items():
+            if self.projected and name not in kept:
+                p.copy_(project(p, self.basis, dim))
+
+    def keep(self, values: Values) -> None:
+        """Project other values of parameters, in place: means that a lossy codec has moved."""
+        if self.projected:
+            self._map(values, lambda x, dim: project(x, self.basis, dim))
+
+    def _map(self, values: Values, change: Callable[[Tensor, int], Tensor]) -> None:
+        for name, value in values:
+            if name in self.names:
+                value.copy_(change(value, self._dim(name)))
+
+    @torch.no_grad()
+    def update(self, step: int, optimizer: torch.optim.Optimizer, carry: Callable[[Change], None]) -> dict[str, float]:
+        """Move the subspace if it is time; every rank must call it after every step but the last.
+
+        carry: applies a change to the values of parameters in outer state (`Engine.map`). Returns what is worth
+        logging, on the last stage: the share of the gradients' energy outside the subspace, before and after.
+        """
+        if not self.moves(step):
+            return {}
+        world, new, logged = self.world, self.basis.clone(), {}
+        if self.gram is not None:
+            world.sum(self.gram, purpose="subspace")
+            new = grassmann_step(self.gram, self.basis, self.config.update_lr)
+            shares = share_outside(self.gram, self.basis), share_outside(self.gram, new)
+            logged = dict(zip(("outside", "outside_after"), shares, strict=True))
+            self.gram.zero_()
+        if world.stages > 1:
+            world.broadcast(new, purpose="subspace", axis="stage", root=world.stages - 1)
+        turned = new.T @ self.basis  # coordinates in the old basis -> of the projection, in the new one
+
+        def carried(x: Tensor, dim: int) -> Tensor:
+            if self.projected:
+                return project(x, new, dim)
+            return x @ turned.T if dim else turned @ x
+
+        self._map([(n, self.model.get_parameter(n)) for n in self.names], carried)
+        for p, dim in self.trained.values():
+            if (moment := optimizer.state.get(p, {}).get("exp_avg")) is not None:
+                moment.copy_(carried(moment, dim))
+        carry(lambda values: self._map(values, carried))
+        self.basis.copy_(new)
+        if self.boundary is not None:
+            self.boundary.errors.clear()  # they were of the old subspace
+        return logged
+
+    def sent_bytes(self, steps: int) -> dict[str, int]:
+        """Closed form of this rank's bytes in a run of `steps`, by axis and purpose."""
+        every, world = self.config.update_every_steps, self.world
+        updates = (steps - 1) // every if every and world.stage == world.stages - 1 else 0
+        gram, basis = move_bytes(*self.basis.shape, world.replicas, world.stages, world.replica)
+        return {"replica/subspace": updates * gram, "stage/subspace": updates * basis}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """State to checkpoint."""
+        return {"basis": self.basis} | ({} if self.gram is None else {"gram": self.gram})
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Put back what `tensors` gave."""
+        for name, value in self.tensors().items():
+            value.copy_(tensors[name])
+
+    def tables(self) -> dict[str, Tensor]:
+        """The basis and the fixed embedding."""
+        return {"basis_DR": self.basis, "fixed_VD": self.model.fixed_VD}

@@ -1,0 +1,200 @@
+"""Parameters, FLOPs, memory and bytes in closed form; tests hold each against the real thing.
+
+A multiply-add counts as two FLOPs. Counted: every matrix product, attention at its full
+(dense, not causal) size. Not counted: norms, activations, softmax, rotary positions, the
+embedding lookup, the optimizer. This is what `torch.utils.flop_counter.FlopCounterMode` counts.
+
+Legend: B sequences, T tokens, D width, F feed-forward width, V vocabulary, L layers,
+N heads, K key/value heads, H head width, P parameters, R replicas.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lowcomm.model.config import Constraint, ModelConfig, stage_layers
+
+
+@dataclass(frozen=True)
+class ParameterCount:
+    """Parameters by part of the model."""
+
+    embedding: int
+    attention: int
+    mlp: int
+    norms: int
+    head: int  # 0 when tied
+
+    @property
+    def total(self) -> int:
+        return self.embedding + self.attention + self.mlp + self.norms + self.head
+
+    @property
+    def non_embedding(self) -> int:
+        return self.attention + self.mlp + self.norms
+
+
+def parameter_shapes(
+    c: ModelConfig, constraint: Constraint | None = None, *, stage: int = 0, stages: int = 1
+) -> dict[str, tuple[int, ...]]:
+    """Shapes of the parameters of a decoder, or of a stage of it, by name and in the order of `Decoder`'s own."""
+    D, F, V, H = c.dim, c.ffn_dim, c.vocab_size, c.width_of_head
+    q, kv = c.heads * H, c.key_value_heads * H
+    layers = stage_layers(c.layers, stages, stage)
+    narrow = range(_written(c, constraint)[1])  # layers whose writing matrices are Z of W = U Z
+
+    def norm(name: str, width: int) -> dict[str, tuple[int, ...]]:
+        return {f"{name}.weight": (width,)} | ({f"{name}.bias": (width,)} if c.norm == "layer" else {})
+
+    found: dict[str, tuple[int, ...]] = {}
+    if stage == 0:
+        reparametrised = constraint is not None and constraint.reparametrised
+        found["embedding.weight"] = (V, constraint.rank if reparametrised else D)
+    for i in layers:
+        block, width = f"blocks.{i}", constraint.rank if i in narrow else D
+        found |= norm(f"{block}.attention_norm", D)
+        found |= {f"{block}.attention.{name}.weight": (rows, D) for name, rows in (("q", q), ("k", kv), ("v", kv))}
+        found[f"{block}.attention.out.weight"] = (width, q)
+        if c.qk_norm:
+            found |= norm(f"{block}.attention.q_norm", H) | norm(f"{block}.attention.k_norm", H)
+        found |= norm(f"{block}.mlp_norm", D)
+        found |= {f"{block}.mlp.{name}.weight": (F, D) for name in ("up", "gate")[: 1 + (c.mlp == "gated")]}
+        found[f"{block}.mlp.down.weight"] = (width, F)
+    if stage == stages - 1:
+        found |= norm("norm", D) | ({} if c.tied else {"head.weight": (V, D)})
+    return found
+
+
+def _written(c: ModelConfig, constraint: Constraint | None) -> tuple[int, int]:
+    """(D or k summed over layers: how wide what they write is, layers of which it is k)."""
+    if constraint is None or not constraint.reparametrised:
+        return c.layers * c.dim, 0
+    narrow = max(0, c.layers - constraint.dense_layers)
+    return narrow * constraint.rank + (c.layers - narrow) * c.dim, narrow
+
+
+def parameters(
+    c: ModelConfig, constraint: Constraint | None = None, *, stage: int = 0, stages: int = 1
+) -> ParameterCount:
+    """Parameter count of a decoder, or of a stage of it; of a constrained one, without the fixed embedding."""
+    found = dict.fromkeys(("embedding", "attention", "mlp", "norms", "head"), 0)
+    for name, shape in parameter_shapes(c, constraint, stage=stage, stages=stages).items():
+        owner = name.split(".")[-2]
+        part = "norms" if owner.endswith("norm") else owner if owner in found else name.split(".")[-3]
+        found[part] += math.prod(shape)
+    return ParameterCount(**found)
+
+
+def trained_parameters(
+    c: ModelConfig, sliced: Sequence[str], slices: int, constraint: Constraint | None = None
+) -> ParameterCount:
+    """What a replica trains where each of `slices` replicas has its own slice of `sliced` (see `partial`)."""
+    whole = parameters(c, constraint)
+    q, kv = c.heads * c.width_of_head, c.key_value_heads * c.width_of_head
+    written, _ = _written(c, constraint)
+    heads = c.layers * c.dim * ((q - q // slices) + 2 * (kv - kv // slices))
+    frozen = ("heads" in sliced) * heads + ("out" in sliced) * written * (q - q // slices)
+    mlp = whole.mlp // slices if {"mlp", "layers"} & set(sliced) else whole.mlp
+    return dataclasses.replace(whole, attention=whole.attention - frozen, mlp=mlp)
+
+
+def _writing_flops(c: ModelConfig, tokens: int, constraint: Constraint | None) -> int:
+    """FLOPs of one pass of the products with U alone: of the embedding, and two a layer."""
+    if constraint is None or not constraint.reparametrised:
+        return 0
+    _, narrow = _written(c, constraint)
+    return 2 * tokens * constraint.rank * c.dim * (2 * narrow + 1)
+
+
+def forward_flops(c: ModelConfig, sequences: int, tokens: int, constraint: Constraint | None = None) -> int:
+    """FLOPs of one forward pass over `sequences` sequences of `tokens` tokens.
+
+    Per layer 2BTD(2NH + 2KH) projections + 4BT^2 NH attention + 2BTDF per MLP matrix; 2BTDV logits. Where matrices are
+    W = U Z (Protocol Models), their products cost 2BTk each way instead, and U's 2BTkD.
+    """
+    q, kv = c.heads * c.width_of_head, c.key_value_heads * c.width_of_head
+    bt = sequences * tokens
+    written, _ = _written(c, constraint)
+    read = c.layers * c.dim * (q + 2 * kv + c.ffn_dim * (2 if c.mlp == "gated" else 1))
+    matrices = 2 * bt * (read + written * (q + c.ffn_dim) + c.dim * c.vocab_size)
+    return matrices + c.layers * 4 * bt * tokens * q + _writing_flops(c, bt, constraint)
+
+
+def training_flops(
+    c: ModelConfig,
+    sequences: int,
+    tokens: int,
+    *,
+    sliced: Sequence[str] = (),
+    slices: int = 1,
+    through: int | None = None,
+    recompute: bool = False,
+    constraint: Constraint | None = None,
+) -> int:
+    """FLOPs of a forward and a backward pass: each product has two gradients, so 3 x forward where all is trained.
+
+    Where a replica trains a slice (Partial Parameter Updates, appendix C.2), gradients with respect to weights take
+    2BT a trained one; with respect to the inputs of MLPs, `through` / `slices` of theirs, where they pass through so
+    many slices alone (appendix D). With `recompute`, blocks are computed forward once more, up to their last product,
+    whose result nobody needs. The fixed U of W = U Z has one
+    gradient, not two. What keeping to a subspace takes besides is `subspace.overhead_flops`.
+    """
+    forward, bt = forward_flops(c, sequences, tokens, constraint), sequences * tokens
+    whole = parameters(c, constraint)
+    trained = trained_parameters(c, sliced, slices, constraint)
+    weights = forward - 2 * bt * (whole.attention - trained.attention + whole.mlp - trained.mlp)
+    weights -= _writing_flops(c, bt, constraint)
+    inputs = forward
+    if through is not None:
+        inputs -= 2 * bt * (whole.mlp - whole.mlp * through // slices)
+    again = 0
+    if recompute:
+        _, narrow = _written(c, constraint)
+        last = (c.layers - narrow) * c.dim * c.ffn_dim
+        if narrow:  # U's product, and where W_down is sliced, as it knows what is wanted of it, its own too
+            last += narrow * constraint.rank * (c.dim + c.ffn_dim * ("mlp" in sliced and slices > 1))
+        embedding = _writing_flops(c, bt, constraint) // (2 * narrow + 1)
+        again = forward - 2 * bt * (c.dim * c.vocab_size + last) - embedding
+    return forward + inputs + weights + again
+
+
+@dataclass(frozen=True)
+class MemoryCount:
+    """Bytes of tensors that live through a step, activations apart."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    outer: int  # the copy last agreed and the outer momentum
+    outer_on_device: int  # the most of `outer` that is on the accelerator at a time
+
+    @property
+    def on_device(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.outer_on_device
+
+
+def memory(
+    numel: int,
+    *,
+    inner: str,
+    outer_buffers: int,
+    fetched: int | None = None,
+    trained: int | None = None,
+    gradient_bytes: int = 4,
+) -> MemoryCount:
+    """Memory of one replica: `numel` parameters in fp32, and outer buffers of the same size.
+
+    DiLoCo has 2, the parameters last agreed and a momentum; NoLoCo 3, with the mean of its next peers' slow weights.
+
+    AdamW keeps two moments a parameter, SGD none (its step counters are not counted). `fetched`: values of the largest
+    fragment, where outer state is kept off the accelerator and fetched for a fragment's turn (Streaming DiLoCo,
+    section 2.5); its turns must not coincide with another's. `trained`: values that this replica trains, where it is
+    not all of them; what is frozen has neither gradient nor moments. `gradient_bytes`: 2 where they are in bf16.
+    """
+    trained = numel if trained is None else trained
+    outer = 4 * numel * outer_buffers
+    on_device = outer if fetched is None else 4 * fetched * outer_buffers
+    return MemoryCount(4 * numel, gradient_bytes * trained, 8 * trained if inner == "adamw" else 0, outer, on_device)

@@ -1,0 +1,334 @@
+"""A decoder-only transformer that covers what the four papers train.
+
+One pre-norm block, with the papers' differences as configuration: RMSNorm or
+LayerNorm, rotary positions, optional QK-norm and z-loss (Streaming DiLoCo), a
+two-matrix ReLU or GELU MLP (Partial Parameter Updates) or a gated one (NoLoCo,
+Protocol Models), tied or untied embeddings, grouped key/value heads.
+
+What writes into the residual stream may be held to a subspace (`Constraint`), and keys and values of what was read
+may be kept (`KeyValues`), to read on one token at a time.
+
+Shape legend: B batch, T tokens, D model width, F feed-forward width, V vocabulary,
+N query heads, K key/value heads, H width of a head, R rank of the subspace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lowcomm.model.config import Constraint, ModelConfig, stage_layers
+
+
+def orthonormal(x: Tensor) -> Tensor:
+    """An orthonormal basis of the columns of x [D, R]: Q of its QR, with the signs that make it continuous in x."""
+    q, r = torch.linalg.qr(x)
+    return (q * torch.where(r.diagonal() < 0, -1.0, 1.0)).contiguous()
+
+
+class KeyValues:
+    """Keys and values of one layer for a batch of sequences, up to `capacity` tokens, as far as they have been read."""
+
+    def __init__(self, capacity: int):
+        self.capacity, self.length = capacity, 0
+        self._both: list[Tensor] = []
+
+    def add(self, k_BKTH: Tensor, v_BKTH: Tensor) -> list[Tensor]:
+        """Those read so far, these last."""
+        B, K, T, H = k_BKTH.shape
+        self._both = self._both or [k_BKTH.new_empty(B, K, self.capacity, H) for _ in range(2)]
+        begin, self.length = self.length, self.length + T
+        for whole, new in zip(self._both, (k_BKTH, v_BKTH), strict=True):
+            whole[:, :, begin : self.length] = new
+        return [whole[:, :, : self.length] for whole in self._both]
+
+
+def rotary_tables(seq_len: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """cos and sin of the rotary angles, each [T, H] fp32; the first half of sin is negative (Su et al., 2021)."""
+    freqs_h = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    angles_th = torch.arange(seq_len, dtype=torch.float32)[:, None] * freqs_h
+    cos_th, sin_th = angles_th.cos(), angles_th.sin()
+    return torch.cat((cos_th, cos_th), dim=1), torch.cat((-sin_th, sin_th), dim=1)
+
+
+def rotate(x_BNTH: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> Tensor:
+    """Apply rotary positions to queries or keys; the two halves of a head are the pairs."""
+    cos, sin = cos_TH.to(x_BNTH.dtype), sin_TH.to(x_BNTH.dtype)
+    return torch.addcmul(x_BNTH * cos, x_BNTH.roll(x_BNTH.shape[-1] // 2, dims=-1), sin)
+
+
+def _norm(config: ModelConfig, width: int) -> nn.Module:
+    return nn.RMSNorm(width, eps=1e-6) if config.norm == "rms" else nn.LayerNorm(width, eps=1e-6)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions; torch picks the fused kernel. Its result is `width` wide.
+
+    `attend`: what takes the kernel's place, q [B, N, T, H], k, v [B, K, T, H] -> [B, N, T, H].
+    """
+
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+
+    def __init__(self, c: ModelConfig, width: int):
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = c.heads, c.key_value_heads, c.width_of_head
+        self.q = nn.Linear(c.dim, self.heads * self.head_dim, bias=False)
+        self.k = nn.Linear(c.dim, self.kv_heads * self.head_dim, bias=False)
+        self.v = nn.Linear(c.dim, self.kv_heads * self.head_dim, bias=False)
+        self.out = nn.Linear(self.heads * self.head_dim, width, bias=False)
+        self.q_norm = _norm(c, self.head_dim) if c.qk_norm else nn.Identity()
+        self.k_norm = _norm(c, self.head_dim) if c.qk_norm else nn.Identity()
+
+    def forward(self, x_BTD: Tensor, cos_TH: Tensor, sin_TH: Tensor, kept: KeyValues | None = None) -> Tensor:
+        B, T, _ = x_BTD.shape
+        q = self.q_norm(self.q(x_BTD).view(B, T, self.heads, self.head_dim)).transpose(1, 2)
+        k = self.k_norm(self.k(x_BTD).view(B, T, self.kv_heads, self.head_dim)).transpose(1, 2)
+        v = self.v(x_BTD).view(B, T, self.kv_heads, self.head_dim).transpose(1, 2)
+        q, k = rotate(q, cos_TH, sin_TH), rotate(k, cos_TH, sin_TH)
+        mask, before = None, 0
+        if kept is not None:
+            before = kept.length
+            k, v = kept.add(k, v)
+            if before and T > 1:
+                mask = torch.ones(T, before + T, dtype=torch.bool, device=x_BTD.device).tril(before)
+        if self.attend is not None:
+            y_BNTH = self.attend(q, k, v)
+        else:
+            grouped = self.kv_heads != self.heads
+            y_BNTH = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=before == 0, enable_gqa=grouped)
+        return self.out(y_BNTH.transpose(1, 2).reshape(B, T, -1))
+
+
+class MLP(nn.Module):
+    """W_down act(W_up x), or W_down (silu(W_gate x) * W_up x) when gated; `width` wide."""
+
+    def __init__(self, c: ModelConfig, width: int):
+        super().__init__()
+        self.kind = c.mlp
+        self.up = nn.Linear(c.dim, c.ffn_dim, bias=False)
+        self.gate = nn.Linear(c.dim, c.ffn_dim, bias=False) if c.mlp == "gated" else None
+        self.down = nn.Linear(c.ffn_dim, width, bias=False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        h_BTF = self.up(x_BTD)
+        if self.gate is not None:
+            h_BTF = F.silu(self.gate(x_BTD)) * h_BTF
+        else:
+            h_BTF = F.relu(h_BTF) if self.kind == "relu" else F.gelu(h_BTF)
+        return self.down(h_BTF)
+
+
+class Block(nn.Module):
+    """x + Attention(norm(x)), then x + MLP(norm(x)); with a `rank`, both are as wide, and written by U."""
+
+    def __init__(self, c: ModelConfig, rank: int | None = None):
+        super().__init__()
+        width = rank or c.dim
+        self.attention_norm, self.attention = _norm(c, c.dim), Attention(c, width)
+        self.mlp_norm, self.mlp = _norm(c, c.dim), MLP(c, width)
+        self.written_by_basis = rank is not None
+
+    def forward(
+        self,
+        x_BTD: Tensor,
+        cos_TH: Tensor,
+        sin_TH: Tensor,
+        basis_DR: Tensor | None = None,
+        kept: KeyValues | None = None,
+    ) -> Tensor:
+        def write(y: Tensor) -> Tensor:
+            return F.linear(y, basis_DR) if self.written_by_basis else y
+
+        x_BTD = x_BTD + write(self.attention(self.attention_norm(x_BTD), cos_TH, sin_TH, kept))
+        return x_BTD + write(self.mlp(self.mlp_norm(x_BTD)))
+
+
+_recomputing = threading.local()
+
+
+def recomputing() -> bool:
+    """Whether a block is computed for the second time: for what its backward pass needs, not for its result."""
+    return getattr(_recomputing, "now", False)
+
+
+@contextlib.contextmanager
+def _again() -> Iterator[None]:
+    _recomputing.now = True
+    try:
+        yield
+    finally:
+        _recomputing.now = False
+
+
+def _computed_twice(block: nn.Module, *inputs: Tensor | None) -> Tensor:
+    if torch.compiler.is_compiling():
+        return checkpoint(block, *inputs, use_reentrant=False)
+    contexts = (contextlib.nullcontext, _again)
+    return checkpoint(block, *inputs, use_reentrant=False, context_fn=lambda: tuple(c() for c in contexts))
+
+
+class Decoder(nn.Module):
+    """Embedding, blocks, norm and head. `forward` gives logits, `losses` the training loss.
+
+    `recompute`: keep only the inputs of blocks, and compute the rest once more in the backward pass.
+    `offset`: the position of the first token that is read.
+    `probe`: zeros [B, T, D] that are added to the input of the first dense layer where gradients are taken, so that
+    its gradient is that of what the constrained layers wrote.
+    With a constraint, buffers `basis_DR` (U) and `fixed_VD` (the fixed embedding) are those of every stage.
+    """
+
+    recompute = False
+    offset = 0
+    probe: Tensor | None = None
+
+    def __init__(self, config: ModelConfig, constraint: Constraint | None = None):
+        super().__init__()
+        self.config, self.constraint = config, constraint
+        if constraint is not None and config.tied:
+            raise ValueError("model.tied must be false with a constraint: the embedding keeps to the subspace")
+        rank = constraint.rank if constraint is not None and constraint.reparametrised else None
+        self.embedding = nn.Embedding(config.vocab_size, rank or config.dim)
+        ranks = (rank if i in self.constrained_layers else None for i in range(config.layers))
+        self.blocks = nn.ModuleDict({str(i): Block(config, r) for i, r in enumerate(ranks)})
+        self.norm = _norm(config, config.dim)
+        self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
+        if config.tied:
+            self.head.weight = self.embedding.weight
+        cos, sin = rotary_tables(config.seq_len, config.width_of_head, config.rope_theta)
+        self.register_buffer("cos_TH", cos, persistent=False)
+        self.register_buffer("sin_TH", sin, persistent=False)
+        basis = None if constraint is None else torch.empty(config.dim, constraint.rank)
+        fixed = None if constraint is None else torch.empty(config.vocab_size, config.dim)
+        self.register_buffer("basis_DR", basis, persistent=False)
+        self.register_buffer("fixed_VD", fixed, persistent=False)
+
+    @property
+    def constrained_layers(self) -> range:
+        """Layers that write to the subspace alone, of the whole decoder."""
+        return range(0 if self.constraint is None else max(0, self.config.layers - self.constraint.dense_layers))
+
+    def constrained(self) -> list[str]:
+        """Parameters (of this stage) that write to the subspace, by name; the embedding first."""
+        if self.constraint is None:
+            return []
+        found = [] if self.embedding is None else ["embedding.weight"]
+        for i in self.constrained_layers:
+            if str(i) in self.blocks:
+                found += [f"blocks.{i}.attention.out.weight", f"blocks.{i}.mlp.down.weight"]
+        return found
+
+    @torch.no_grad()
+    def initialise(self, seed: int) -> Decoder:
+        """Draw all weights from `seed` alone, so every replica and every stage starts equal without talking.
+
+        Matrices are N(0, 0.02^2); those that write into the residual stream are divided by
+        sqrt(2 layers) as in GPT-2; norms start at one. With a constraint the same weights are drawn and projected on
+        the subspace, whose basis is drawn from the seed too: isotropic Gaussian columns, made orthonormal.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        c, constrained = self.config, set(self.constrained())
+        if self.constraint is not None:
+            columns = torch.eye(c.dim)[:, : self.constraint.rank]
+            if self.constraint.basis == "gaussian":
+                # Apart from the weights' seed, whose first draws are the embedding; of 32 bits, as torch takes no more.
+                own = torch.Generator().manual_seed((seed + 1) * 0x9E3779B1 % 2**32)
+                columns = torch.empty(self.basis_DR.shape).normal_(generator=own)
+            self.basis_DR.copy_(orthonormal(columns))
+        for name, p in self.named_parameters():
+            if p.dim() < 2:
+                continue
+            std = 0.02
+            if name.endswith(("attention.out.weight", "mlp.down.weight")):
+                std /= math.sqrt(2 * c.layers)
+            if name not in constrained:
+                p.copy_(torch.empty(p.shape).normal_(0.0, std, generator=generator))
+                continue
+            table = name == "embedding.weight"
+            shape = (c.vocab_size, c.dim) if table else (c.dim, p.shape[1])
+            whole = torch.empty(shape).normal_(0.0, std, generator=generator)
+            if table:
+                self.fixed_VD.copy_(whole)
+                whole = torch.zeros_like(whole) if self.constraint.table == "zero" else whole
+            u = self.basis_DR.to(whole.device)
+            inside = whole @ u if table else u.T @ whole
+            if not self.constraint.reparametrised:
+                inside = inside @ u.T if table else u @ inside
+            p.copy_(inside)
+        return self
+
+    def cut(self, stage: int, stages: int) -> Decoder:
+        """Keep what is of one stage of a pipeline: its layers, the embedding (the first), norm and head (the last).
+
+        Parameters keep their names. Raises ValueError for tied embeddings, which would be of two stages.
+        """
+        kept = stage_layers(self.config.layers, stages, stage)
+        if stages > 1 and self.config.tied:
+            raise ValueError("tied embeddings would be of the first stage and of the last: untie them, or use one")
+        self.blocks = nn.ModuleDict({str(i): self.blocks[str(i)] for i in kept})
+        if stage > 0:
+            self.embedding = None
+        if stage < stages - 1:
+            self.norm = self.head = None
+        return self
+
+    def embed(self, ids_BT: Tensor) -> Tensor:
+        """Token ids -> the residual stream [B, T, D] as it begins."""
+        x_BTD = self.embedding(ids_BT)
+        if self.constraint is None:
+            return x_BTD
+        if self.constraint.reparametrised:
+            x_BTD = F.linear(x_BTD, self.basis_DR)
+        return x_BTD + self.fixed_VD[ids_BT]
+
+    def hidden(self, x: Tensor, kept: dict[str, KeyValues] | None = None) -> Tensor:
+        """Token ids [B, T] (int64), or activations where a pipeline is cut -> the residual stream [B, T, D] at the end.
+
+        With `kept`, a `KeyValues` for each of its layers, the T tokens come after those read before.
+        """
+        T, before = x.shape[1], self.offset if kept is None else next(iter(kept.values())).length
+        if self.config.seq_len < before + T:
+            raise ValueError(f"sequence of {before + T} tokens is longer than model.seq_len = {self.config.seq_len}")
+        cos, sin = self.cos_TH[before : before + T], self.sin_TH[before : before + T]
+        x_BTD = x if self.embedding is None else self.embed(x)
+        probed = None if self.probe is None or not torch.is_grad_enabled() else len(self.constrained_layers)
+        for name, block in self.blocks.items():
+            if probed == int(name):
+                x_BTD = x_BTD + self.probe
+            if self.recompute and torch.is_grad_enabled():
+                x_BTD = _computed_twice(block, x_BTD, cos, sin, self.basis_DR)
+            else:
+                x_BTD = block(x_BTD, cos, sin, self.basis_DR, None if kept is None else kept[name])
+        return x_BTD + self.probe if probed == self.config.layers else x_BTD
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Token ids [B, T] (int64) -> logits [B, T, V]; a stage takes and gives activations [B, T, D] at its cuts."""
+        x_BTD = self.hidden(x)
+        return x_BTD if self.head is None else self.head(self.norm(x_BTD))
+
+    def losses(self, x: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """(training loss, cross-entropy) of `forward`'s logits, both means in nats per token.
+
+        The training loss adds z_loss * mean(logsumexp(logits)^2), Chowdhery et al. (2022).
+        """
+        return self._losses_of(self(x), targets_BT)
+
+    def head_losses(self, x_BTD: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """The same from what `hidden` gives: norm, head and cross-entropy alone."""
+        return self._losses_of(self.head(self.norm(x_BTD)), targets_BT)
+
+    def _losses_of(self, logits_BTV: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
+        logits, targets = logits_BTV.flatten(0, 1).float(), targets_BT.flatten()
+        if not self.config.z_loss:
+            entropy = F.cross_entropy(logits, targets)
+            return entropy, entropy
+        entropies = F.cross_entropy(logits, targets, reduction="none")
+        log_z = entropies + logits.gather(1, targets[:, None])[:, 0]  # as the cross-entropy is log Z minus that logit
+        entropy = entropies.mean()
+        return entropy + self.config.z_loss * log_z.square().mean(), entropy

@@ -1,0 +1,117 @@
+"""How many dimensions a matrix uses: rank collapse and where to find it (Protocol Models, section 4.1, appendix G).
+
+    stable rank      sum_i s_i^2 / max_i s_i^2 of the singular values s (section 4.1): at most the rank, and smooth
+    effective rank   exp of the entropy of s_i / sum_j s_j (Roy and Vetterli, 2007)
+
+Both are 1 for a matrix of rank one and n for an orthogonal one of n rows; a Gaussian one of m x n (m <= n) has a stable
+rank near n m / (sqrt m + sqrt n)^2, so a quarter of n where it is square: `gaussian_stable_rank`. It is what a matrix
+has before it is trained.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from lowcomm.model.decoder import Decoder
+
+#: What writes into the residual stream: W_p1 and W_p2, as Llama, Qwen, OLMo and Phi-3 name it, then Phi-1 and 2.
+_PUBLIC = {
+    "self_attn.o_proj": "attention.out",
+    "mlp.down_proj": "mlp.down",
+    "self_attn.dense": "attention.out",
+    "mlp.fc2": "mlp.down",
+}
+_NAME = re.compile(rf"(?:^|\.)layers\.(\d+)\.({'|'.join(map(re.escape, _PUBLIC))})\.weight$")
+_OWN = re.compile(r"^blocks\.(\d+)\.(attention\.out|mlp\.down)\.weight$")
+
+
+def singular_values(w: Tensor) -> Tensor:
+    """Of a matrix, in descending order, fp64: from the eigenvalues of the smaller of w w^T and w^T w."""
+    w = w.detach().double()
+    small = w @ w.T if w.shape[0] <= w.shape[1] else w.T @ w
+    return torch.linalg.eigvalsh(small).clamp_min(0).sqrt().flip(0)
+
+
+def stable_rank(s: Tensor) -> float:
+    """Of singular values. NaN where all are zero."""
+    return float(s.square().sum() / s.max().square())
+
+
+def effective_rank(s: Tensor) -> float:
+    """Of singular values. NaN where all are zero."""
+    p = s / s.sum()
+    return float(torch.special.entr(p).sum().exp())
+
+
+def gaussian_stable_rank(rows: int, columns: int) -> float:
+    """Of a large Gaussian matrix: n m / (sqrt n + sqrt m)^2 (its largest singular value is sqrt n + sqrt m)."""
+    return rows * columns / (math.sqrt(rows) + math.sqrt(columns)) ** 2
+
+
+def projections(named: dict[str, Tensor]) -> Iterator[tuple[int, str, Tensor]]:
+    """(layer, "attention.out" or "mlp.down", matrix) of a decoder of ours, from its parameters or from gradients."""
+    for name, w in named.items():
+        if found := _OWN.match(name):
+            yield int(found[1]), found[2], w
+
+
+def stable_ranks(named: dict[str, Tensor], what: str) -> dict[str, float]:
+    """The stable ranks of projection matrices, to be logged as "<what>/<layer>/<matrix>"."""
+    return {f"{what}/{layer}/{matrix}": stable_rank(singular_values(w)) for layer, matrix, w in projections(named)}
+
+
+@torch.no_grad()
+def activation_ranks(model: Decoder, ids_BT: Tensor) -> list[dict[str, float]]:
+    """Stable ranks of each layer's output [B T, D]: as it is, and less the token embedding (Eq. 6); layer by layer.
+
+    With a constraint, less the fixed part of the embedding: the rest lies in the subspace.
+    """
+    T = ids_BT.shape[1]
+    x = model.embed(ids_BT)
+    embedding = x if model.constraint is None else model.fixed_VD[ids_BT]
+    found = []
+    for block in model.blocks.values():
+        x = block(x, model.cos_TH[:T], model.sin_TH[:T], model.basis_DR)
+        both = {"activations": x, "less_embedding": x - embedding}
+        found.append({name: stable_rank(singular_values(y.flatten(0, 1))) for name, y in both.items()})
+    return found
+
+
+def checkpoint_projections(folder: Path) -> Iterator[tuple[int, str, Tensor]]:
+    """(layer, "attention.out" or "mlp.down", matrix) of a checkpoint in safetensors, one matrix in memory at a time.
+
+    A folder as Hugging Face has it, of one file or of many with an index: Llama, Qwen, OLMo, Phi, and our own. Raises
+    ValueError where there is none of it, or a file is missing or corrupt.
+    """
+    index = folder / "model.safetensors.index.json"
+    names = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else None
+    files = sorted(folder / n for n in names) if names else sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"{folder} holds no *.safetensors: give the folder of a checkpoint")
+    found = []
+    for file in files:
+        if not file.exists():
+            raise ValueError(f"{index} names {file.name}, which is missing")
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 (no dictionary)
+                    if match := _NAME.search(name):
+                        found.append((int(match[1]), _PUBLIC[match[2]], file, name))
+                    elif match := _OWN.match(name):
+                        found.append((int(match[1]), match[2], file, name))
+        except SafetensorError as error:
+            raise ValueError(f"{file} is no readable safetensors file: {error}") from None
+    if not found:
+        known = ", ".join([*_PUBLIC, *dict.fromkeys(_PUBLIC.values())])
+        raise ValueError(f"{folder} holds no projection matrix of a known name ({known})")
+    for layer, matrix, file, name in sorted(found, key=lambda f: f[:2]):
+        with safe_open(file, framework="pt") as tensors:
+            yield layer, matrix, tensors.get_tensor(name)

@@ -1,0 +1,72 @@
+"""`torchrun --standalone -m lowcomm.train`, on one machine, with ranks that start at once.
+
+    python -m pipelines.forked 8 noloco --all
+
+torchrun starts a Python for each rank, and each of them imports torch: three seconds of a core, so that 16 ranks on two
+cores begin after most of a minute. Here torch's elastic agent, which is what torchrun starts too, has them forked by a
+server that has imported all of it and has no threads. (The agent has, and what is forked while one of them holds a lock
+waits for it for ever.) Where there are GPUs it starts each rank anew.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import uuid
+from multiprocessing import forkserver
+from typing import Any
+
+from lowcomm.experiment import SAVING_S
+
+
+def _pass_on(number: int, _: Any) -> None:
+    """Tell the ranks, which write a checkpoint and return; the agent would wait in vain, and then kill them."""
+    ranks = multiprocessing.active_children()
+    for rank in ranks:
+        os.kill(rank.pid, signal.SIGTERM)
+    if not ranks:
+        sys.exit(128 + number)
+
+
+def main(argv: list[str]) -> int:
+    """The number of ranks, then what `lowcomm.train` takes; returns the exit status."""
+    if not argv or not argv[0].isdecimal() or int(argv[0]) < 1:
+        said = f"the number of ranks must come first, got {argv[0]!r}" if argv else "the number of ranks is missing"
+        print(f"{said}\nusage: python -m pipelines.forked RANKS RUN [as python -m lowcomm.train]", file=sys.stderr)
+        return 2
+    ranks, *words = argv
+    multiprocessing.set_forkserver_preload(["lowcomm.train", "torch._dynamo"])  # torch.optim imports the latter late
+    forkserver.ensure_running()  # it imports torch while this process does
+    import torch
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    from lowcomm.train import main as train
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _pass_on)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=int(ranks),
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        shutdown_timeout=SAVING_S,
+        signals_to_handle="SIGHUP,SIGQUIT",
+        start_method="spawn" if torch.cuda.device_count() else "forkserver",
+    )
+    try:
+        elastic_launch(config, train)(words)
+    except ChildFailedError as error:
+        logging.getLogger("lowcomm").error("%s", error)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

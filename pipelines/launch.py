@@ -1,0 +1,333 @@
+"""Start a training run from a notebook or a script, watch it live, and fail when it fails.
+
+`launch` runs `pipelines.forked` (torchrun's agent) as a child, shows a progress bar with the loss as a line while
+it trains, and raises with the tail of the log if any rank fails. If the launcher dies, the ranks
+notice, write a checkpoint and stop. `launch_all` trains a sweep, as many runs side by side as there are cores for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import html
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+from lowcomm.experiment import LAUNCHER_VARIABLE, SAVING_S
+from lowcomm.experiment.project import overrides
+from lowcomm.experiment.run_folder import RunFolder
+from lowcomm.experiment.source import sha256, source_digest
+from pipelines.project import BUILD, PROJECT, ROOT, data_dir, run_config, run_points, runs_dir
+
+if TYPE_CHECKING:
+    from lowcomm.experiment.config import RunConfig
+
+#: glibc gives large blocks back to the system after each step and faults them in anew; keeping them saves a tenth.
+_KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(2**31 - 1), "MALLOC_MMAP_THRESHOLD_": str(2**25)}
+
+
+class LaunchError(RuntimeError):
+    """The run failed; the message holds the tail of its log."""
+
+
+def curve_svg(losses: list[tuple[int, float]], steps: int, width: int = 480, height: int = 90) -> str:
+    """The loss so far as a small inline picture."""
+    if len(losses) < 2:
+        return ""
+    low, high = min(v for _, v in losses), max(v for _, v in losses)
+    span = (high - low) or 1.0
+    points = " ".join(f"{s / steps * width:.1f},{(high - v) / span * (height - 4) + 2:.1f}" for s, v in losses)
+    return (
+        f'<svg width="{width}" height="{height}" viewBox="0 0 {width} {height}">'
+        f'<polyline points="{points}" fill="none" stroke="#0072B2" stroke-width="1.5"/></svg>'
+    )
+
+
+class _Live:
+    """Progress of one run: a bar and a curve in a notebook, a bar with the loss in a terminal."""
+
+    def __init__(self, title: str, steps: int):
+        self.title, self.steps = title, steps
+        self.losses: list[tuple[int, float]] = []
+        self._display = None
+        try:
+            from IPython import get_ipython
+            from IPython.display import HTML, display
+
+            if get_ipython() is not None and get_ipython().__class__.__name__ == "ZMQInteractiveShell":
+                self._html = HTML
+                self._display = display(HTML(html.escape(title)), display_id=True)
+        except ImportError:
+            pass
+        self._bar = tqdm(total=steps, desc=title, disable=self._display is not None, mininterval=1.0)
+
+    def show(self, rows: list[dict[str, Any]]) -> None:
+        if not rows:
+            return
+        self.losses += [(r["step"], r["loss"]) for r in rows]
+        step, loss = self.losses[-1]
+        if self._display is None:
+            self._bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
+            self._bar.update(step - self._bar.n)
+            return
+        stride = max(1, len(self.losses) // 240)
+        self._display.update(
+            self._html(
+                f"<div>{html.escape(self.title)}: step {step} of {self.steps}, loss {loss:.3f}</div>"
+                f'<progress value="{step}" max="{self.steps}" style="width:480px"></progress><br>'
+                + curve_svg(self.losses[::stride], self.steps)
+            )
+        )
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+class _Tail:
+    """New whole lines of a growing JSON-lines file."""
+
+    def __init__(self, path: Path):
+        self.path, self._at = path, 0
+
+    def rows(self) -> list[dict[str, Any]]:
+        if not self.path.exists() or self.path.stat().st_size < self._at:
+            self._at = 0
+            return []
+        with self.path.open() as file:
+            file.seek(self._at)
+            text = file.read()
+        end = text.rfind("\n") + 1
+        self._at += len(text[:end].encode())
+        return [json.loads(line) for line in text[:end].splitlines()]
+
+
+def _told(lines: list[str]) -> str:
+    """The end of what the ranks wrote, without torchrun's own account of their deaths."""
+    ends = (i for i, line in enumerate(lines) if "torch/distributed/elastic" in line and "failed (exitcode" in line)
+    ranks = [line for line in lines[: next(ends, None)] if "torch/distributed/run.py" not in line]
+    return "\n".join((ranks or lines)[-30:])
+
+
+@dataclass(frozen=True)
+class _Job:
+    config: RunConfig
+    folder: RunFolder
+
+    @property
+    def title(self) -> str:
+        c = self.config
+        return f"{c.name}, {c.variant}, seed {c.seed}" if c.variant else f"{c.name}, seed {c.seed}"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return self.config.to_dict()
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """Jobs of as many ranks each, which one `pipelines.forked` trains in turn; `words` are for `lowcomm.train`."""
+
+    jobs: list[_Job]
+    words: list[str]
+    log_path: Path
+
+    def start(self) -> subprocess.Popen:
+        command = [sys.executable, "-m", "pipelines.forked", str(self.jobs[0].config.ranks), *self.words]
+        environment = os.environ | _KEEP_MEMORY | {"OMP_NUM_THREADS": "1", LAUNCHER_VARIABLE: str(os.getpid())}
+        environment["PYTHONPATH"] = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p)
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with self.log_path.open("w") as log:
+            streams = {"stdout": log, "stderr": subprocess.STDOUT}
+            return subprocess.Popen(command, env=environment, start_new_session=True, **streams)
+
+    def check(self, returncode: int) -> None:
+        """Raise LaunchError if it failed, or ended before all was trained."""
+        missing = [job.title for job in self.jobs if not job.folder.summary.exists()]
+        if returncode or missing:
+            told = _told(self.log_path.read_text().splitlines())
+            title = missing[0] if missing else self.jobs[-1].title
+            what = f"failed with exit code {returncode}" if returncode else "was stopped before its end"
+            raise LaunchError(f"{title} {what}; {self.log_path}:\n{told}")
+
+
+def _train(parts: list[_Part]) -> None:
+    """Train all parts side by side; where one fails, the others write their checkpoints and stop."""
+    children, live = [], None
+    try:
+        children += (part.start() for part in parts)
+        rows = zip_longest(*([(job, child) for job in part.jobs] for part, child in zip(parts, children, strict=True)))
+        watched = [pair for row in rows for pair in row if pair is not None]
+        for number, (job, child) in enumerate(watched, 1):
+            if _failed(children):
+                break
+            count = f" ({number} of {len(watched)})" if len(watched) > 1 else ""
+            live = _Live(job.title + count, job.config.train.steps)
+            tail = _Tail(job.folder.losses(job.settings))
+            while child.poll() is None and not job.folder.summary.exists() and not _failed(children):
+                time.sleep(0.1)
+                live.show(tail.rows())
+            live.show(tail.rows())
+            live.close()
+        while any(child.poll() is None for child in children) and not _failed(children):
+            time.sleep(0.1)
+        failed = _failed(children)
+    finally:
+        if live is not None:
+            live.close()
+        _stop([child for child in children if child.poll() is None])
+    for part, child in zip(parts, children, strict=True):
+        if child in (failed or children):
+            part.check(child.returncode)
+
+
+def _failed(children: list[subprocess.Popen]) -> list[subprocess.Popen]:
+    return [child for child in children if child.poll()]
+
+
+def _stop(children: list[subprocess.Popen]) -> None:
+    """Let the ranks write their checkpoints; end those that take too long."""
+    for child in children:
+        child.send_signal(signal.SIGTERM)
+    for child in children:
+        try:
+            child.wait(SAVING_S + 10)
+        except subprocess.TimeoutExpired:
+            os.killpg(child.pid, signal.SIGKILL)
+
+
+def _side_by_side(ranks: int) -> int:
+    """How many runs of so many ranks our cores carry at once; one where there are GPUs, which they would share."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return 1 if shutil.which("nvidia-smi") else max(1, cores // ranks)
+
+
+def _clear(job: _Job, source: str, *, keep: bool) -> None:
+    """Make a run's folder ready; `keep` what the same source (a digest) left there."""
+    if found := job.folder.strangers():
+        raise LaunchError(f"{job.folder.out} holds {', '.join(found[:5])}, which no run puts there: choose another one")
+    if job.folder.made_with != source:
+        if job.folder.checkpoints.exists():
+            print(f"{job.title}: the source has changed since its checkpoint was written; starting over")
+        keep = False
+    if not keep:
+        job.folder.clear()
+
+
+def launch(
+    run: str,
+    *,
+    variant: str = "",
+    seed: int | None = None,
+    scale: str | None = None,
+    settings: list[str] | None = None,
+    out: Path | None = None,
+    times: Path | None = None,
+    data: Path | None = None,
+) -> dict[str, Any]:
+    """Train one point of a run of params.yaml under torchrun and return its summary.
+
+    Args:
+        run, variant, seed, scale: as in `Project.run_config`.
+        settings: overrides like "train.steps=60".
+        out, times, data: folders; by default the run's own under build/.
+
+    An interrupted run continues from its checkpoint, unless the source has changed since: then it starts
+    over and says so. Raises LaunchError with the tail of the log when a rank fails, ConfigError for bad settings.
+    """
+    settings = settings or []
+    # Refuse bad settings before starting.
+    config = run_config(run, variant=variant, seed=seed, scale=scale, **overrides(settings))
+    own = PROJECT.run_folder(config)
+    job = _Job(config, RunFolder(out or own.out, times or own.times))
+    data = data or data_dir(config.data.corpus, config.scale)
+    _clear(job, source_digest(), keep=True)
+    job.folder.summary.unlink(missing_ok=True)
+    words = [run, "--scale", config.scale, "--seed", str(config.seed)] + (["--variant", variant] if variant else [])
+    folders = ["--out", str(job.folder.out), "--times", str(job.folder.times), "--data", str(data)]
+    words += folders + [w for s in settings for w in ("--set", s)]
+    _train([_Part([job], words, job.folder.times / "log.txt")])
+    return job.folder.read_summary()
+
+
+#: In a run's folder for times while `launch_all` is at it: digests of source, corpus and settings, a line per point.
+_UNFINISHED = "unfinished"
+
+
+def _digest(config: RunConfig) -> str:
+    return hashlib.sha256(json.dumps(config.to_dict(), sort_keys=True).encode()).hexdigest()
+
+
+def launch_all(
+    run: str,
+    *,
+    scale: str | None = None,
+    settings: list[str] | None = None,
+    out: Path | None = None,
+    data: Path | None = None,
+) -> list[dict[str, Any]]:
+    """Train all variants and seeds of a run under torchrun; returns their summaries in order.
+
+    As many are trained at once as there are cores for their ranks, and one where there are GPUs.
+
+    Args: as `launch`; `out` holds a folder for each variant and seed.
+
+    What an earlier call left is trained anew, unless that call was interrupted and source, corpus and the settings of a
+    point are the same: then this one goes on where it stopped. Variants and seeds that the run no longer has are
+    removed, and named. Raises as `launch`, and LaunchError where `out` holds other runs.
+    """
+    settings = settings or []
+    points = run_points(run, scale=scale, **overrides(settings))
+    scale = points[0].scale
+    root = out or runs_dir(run, scale)
+    jobs = [_Job(config, PROJECT.run_folder(config, out)) for config in points]
+    times = RunFolder.beside(out).times if out else BUILD / "times" / scale / "runs" / run
+    _clear_others(root, times, run, {job.folder.out for job in jobs})
+    card = (data or data_dir(points[0].data.corpus, scale)) / "card.json"
+    source = source_digest()
+    corpus = sha256(card) if card.exists() else "no corpus"
+    made_from = {job: f"{source} {corpus} {_digest(job.config)}" for job in jobs}
+    marker = times / _UNFINISHED
+    begun = set(marker.read_text().splitlines()) if marker.exists() else set()
+    for job in jobs:
+        usable = job.folder.is_complete(job.settings, source) or not job.folder.summary.exists()
+        _clear(job, source, keep=made_from[job] in begun and usable)
+    times.mkdir(parents=True, exist_ok=True)
+    marker.write_text("".join(f"{line}\n" for line in made_from.values()))
+    words = [run, "--scale", scale, "--all"] + [w for s in settings for w in ("--set", s)]
+    words += (["--out", str(out)] if out else []) + (["--data", str(data)] if data else [])
+    for ranks in sorted({c.ranks for c in points}):
+        equal, count = [job for job in jobs if job.config.ranks == ranks], _side_by_side(ranks)
+        parts = []
+        for index in range(count):
+            todo = [job for job in equal[index::count] if not job.folder.summary.exists()]
+            if todo:
+                parts.append(_Part(todo, [*words, "--part", f"{index}/{count}"], times / f"log-{ranks}-{index}.txt"))
+        _train(parts)
+    marker.unlink()
+    return [job.folder.read_summary() for job in jobs]
+
+
+def _clear_others(root: Path, times: Path, run: str, own: set[Path]) -> None:
+    """Remove variants and seeds that a run no longer has, and name them; raises LaunchError for another run's."""
+    marks = {*root.rglob("summary.json"), *root.rglob("checkpoints")}
+    others = {mark.parent for mark in marks} - own
+    found = {folder: RunFolder(folder, times / folder.relative_to(root)) for folder in others}
+    named = {folder: summary["run"]["name"] for folder, f in found.items() if (summary := f.read_summary())}
+    if foreign := sorted(str(folder.relative_to(root)) for folder, name in named.items() if name != run):
+        raise LaunchError(f"{root} holds runs that are none of {run}'s: {', '.join(foreign)}; choose another folder")
+    for gone, folder in found.items():
+        print(f"{gone.relative_to(root)} is no variant and seed of {run} any more: removed")
+        folder.clear()
+        for empty in (gone, gone.parent):
+            if empty != root and not any(empty.iterdir()):
+                empty.rmdir()

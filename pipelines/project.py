@@ -1,0 +1,29 @@
+"""This checkout as a project: its folders, its `params.yaml`, its runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lowcomm.experiment.project import Project
+
+#: Root of the checkout: nothing relies on the working directory.
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT = Project(ROOT)
+#: Everything heavy: corpora, shards, runs, executed notebooks. DVC tracks it, git ignores it.
+BUILD = PROJECT.build
+
+load_params = PROJECT.load_params
+run_config = PROJECT.run_config
+run_points = PROJECT.run_points
+run_folder = PROJECT.run_folder
+runs_dir = PROJECT.runs_dir
+read_run = PROJECT.read_run
+corpus_configs = PROJECT.corpus_configs
+data_dir = PROJECT.data_dir
+
+
+def prepared(corpus: str, scale: str | None = None) -> Path:
+    """`lowcomm.experiment.data.prepared` of this project."""
+    from pipelines.project import prepared as prepare
+
+    return prepare(PROJECT, corpus, scale)
