@@ -3,19 +3,24 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 export PYTHONWARNINGS := ignore::DeprecationWarning,ignore::SyntaxWarning
 
-.PHONY: repro test lab bench lint lock
+
+.PHONY: help repro test lab bench lint lock
+.DEFAULT_GOAL := help
+
+help:                ## name the targets
+	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/  make \1	\2/p' Makefile
 
 repro: .venv/.done  ## reproduce every table and figure at the scale of params.yaml
 	dvc repro
 	python -m pipelines.index --times
 
-test: .venv/.done   ## lint, pytest, and every notebook at smoke scale
-	ruff check . && ruff format --check .
+test: .venv/.done   ## lint, the import contract, pytest, and every notebook at smoke scale
+	ruff check . && ruff format --check . && lint-imports --no-cache
 	python -m pytest -n auto --dist worksteal
 	python -m pytest -n auto --dist loadfile --nbval-lax notebooks -p no:cacheprovider
 
-lab: .venv/.done    ## explore in JupyterLab
-	jupyter lab notebooks/index.ipynb
+lab: .venv/.done    ## explore in JupyterLab, which opens at the root of the checkout, on an index
+	jupyter lab --notebook-dir=. $(if $(filter 0,$(shell id -u)),--allow-root) notebooks/index.ipynb
 
 bench: .venv/.done  ## ratios against bare PyTorch, side by side
 	python -m pipelines.bench

@@ -1,12 +1,94 @@
-"""Low-communication training of language models: the algorithms of four papers, composable."""
+"""Low-communication training of language models: the algorithms of four papers, composable.
 
-from pathlib import Path
+    import lowcomm
 
-#: Root of the checkout: nothing relies on the working directory.
-ROOT = Path(__file__).resolve().parent.parent
-#: Everything heavy: corpora, shards, runs, executed notebooks. DVC tracks it, git ignores it.
-BUILD = ROOT / "build"
-#: Set by a launcher to its process id: ranks stop when it is gone.
-LAUNCHER_VARIABLE = "LOWCOMM_LAUNCHER"
-#: Seconds that ranks have to write a checkpoint once they are told to stop.
-SAVING_S = 300
+    world = lowcomm.world()                            torchrun's ranks, or this process alone
+    sync = lowcomm.StreamingDiLoCo(model, world, sync_every_steps=30)
+    for batch in loader:
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        sync.step()
+    sync.finish()
+    with sync.evaluated():                             the parameters that replicas have agreed on
+        evaluate(model)
+
+It takes any module, any inner optimizer, any loop: H counts steps of the inner optimizer, so micro-batches and gradient
+accumulation stay the loop's own affair. `lowcomm.run_threads(fn, replicas=4)` runs as many ranks in one process, for a
+notebook or a test.
+
+Rooms, each of which imports those before it alone: `model`, `codecs`, `comm`, `methods`, `experiment`, `cost`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lowcomm.comm.config import CommConfig
+    from lowcomm.comm.start import run_threads, world
+    from lowcomm.comm.transport import CommError
+    from lowcomm.comm.world import World
+    from lowcomm.methods.config import BoundaryConfig, MethodConfig
+    from lowcomm.methods.engine import DataParallel
+    from lowcomm.methods.local_updates import LocalUpdates
+    from lowcomm.methods.named import DiLoCo, FederatedAveraging, NoLoCo, StreamingDiLoCo
+    from lowcomm.methods.partial import slice_parameters
+    from lowcomm.methods.plan import Plan
+    from lowcomm.model.config import ModelConfig
+    from lowcomm.model.decoder import Decoder
+    from lowcomm.settings import ConfigError
+
+#: Public name -> the module that it is in. Imported when asked for, as most need torch, and reading results does not.
+_PUBLIC = {
+    "BoundaryConfig": "methods.config",
+    "CommConfig": "comm.config",
+    "CommError": "comm.transport",
+    "ConfigError": "settings",
+    "DataParallel": "methods.engine",
+    "Decoder": "model.decoder",
+    "DiLoCo": "methods.named",
+    "FederatedAveraging": "methods.named",
+    "LocalUpdates": "methods.local_updates",
+    "MethodConfig": "methods.config",
+    "ModelConfig": "model.config",
+    "NoLoCo": "methods.named",
+    "Plan": "methods.plan",
+    "StreamingDiLoCo": "methods.named",
+    "World": "comm.world",
+    "run_threads": "comm.start",
+    "slice_parameters": "methods.partial",
+    "world": "comm.start",
+}
+
+__all__ = [
+    "BoundaryConfig",
+    "CommConfig",
+    "CommError",
+    "ConfigError",
+    "DataParallel",
+    "Decoder",
+    "DiLoCo",
+    "FederatedAveraging",
+    "LocalUpdates",
+    "MethodConfig",
+    "ModelConfig",
+    "NoLoCo",
+    "Plan",
+    "StreamingDiLoCo",
+    "World",
+    "run_threads",
+    "slice_parameters",
+    "world",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """A public name, imported now."""
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'lowcomm' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"lowcomm.{_PUBLIC[name]}"), name)
+    globals()[name] = value
+    return value

@@ -23,8 +23,8 @@ def _runs(words: Sequence[str]) -> int:
 
 
 def _prepare(words: Sequence[str]) -> int:
-    from lowcomm.experiment.project import Project
     from lowcomm.experiment.data import prepared
+    from lowcomm.experiment.project import Project
 
     parser = argparse.ArgumentParser(prog="lowcomm prepare", description=COMMANDS["prepare"][1])
     parser.add_argument("corpus")

@@ -24,6 +24,6 @@ data_dir = PROJECT.data_dir
 
 def prepared(corpus: str, scale: str | None = None) -> Path:
     """`lowcomm.experiment.data.prepared` of this project."""
-    from pipelines.project import prepared as prepare
+    from lowcomm.experiment.data import prepared as prepare
 
     return prepare(PROJECT, corpus, scale)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import yaml
+from IPython.display import Markdown, display
 
 from lowcomm.cost.tables import markdown
 from lowcomm.experiment.project import pick
@@ -33,9 +37,9 @@ def published(name: str, table: str, **where: Any) -> list[dict[str, Any]]:
     return [r for r in rows if all(r.get(k) == v for k, v in where.items())]
 
 
-def results_dir(scale: str, paper: str) -> Path:
-    """Folder of a paper's tables at one scale, made if it is missing."""
-    folder = ROOT / "results" / scale / paper
+def results_dir(scale: str, stage: str) -> Path:
+    """Folder of the tables of a stage ("noloco/training") at one scale, made if it is missing."""
+    folder = ROOT / "results" / scale / stage
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
@@ -51,11 +55,40 @@ def plus_minus(values: Sequence[float], digits: int = 3) -> str:
     return f"{mean} ± {spread(values):.{digits}f} ({len(values)})" if len(values) > 1 else f"{mean} (1)"
 
 
-def verdict(holds: bool | None, *, judged: bool = True) -> str:
-    """Whether a claim is borne out; None: the noise hides it. Not `judged`: one seed has no spread to be judged by."""
-    if not judged:
-        return "Not judged (one seed)"
-    return {True: "Borne out", False: "Not borne out", None: "Not resolved"}[holds]
+@dataclass(frozen=True)
+class Claim:
+    """A claim of a paper, and what our runs or closed forms say of it.
+
+    Attributes:
+        text: what the paper claims, as a sentence without its full stop; its own numbers in brackets.
+        holds: whether it is borne out; None if the noise hides it.
+        seen: what was seen: our numbers, as a sentence without its full stop.
+        criterion: when it is called borne out, where that does not go without saying.
+        unjudged: why it cannot be judged, if it cannot: "one seed", "no public checkpoint", ...
+    """
+
+    text: str
+    holds: bool | None
+    seen: str
+    criterion: str = ""
+    unjudged: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """The one rule: what is not judged says why; else borne out or not, or not resolved within the noise."""
+        if self.unjudged:
+            return f"Not judged ({self.unjudged})"
+        return {True: "Borne out", False: "Not borne out", None: "Not resolved"}[self.holds]
+
+    def __str__(self) -> str:
+        told = f"Claim: {self.text}. {self.verdict}: {self.seen}."
+        return f"{told} Called borne out if {self.criterion}." if self.criterion else told
+
+
+def read_claims(table: Path) -> list[Claim]:
+    """The claims that a table's stage has written beside it."""
+    path = table.with_suffix(".claims.json")
+    return [Claim(**record) for record in json.loads(path.read_text())] if path.exists() else []
 
 
 def every(holds: Iterable[bool | None]) -> bool | None:
@@ -137,21 +170,33 @@ class Comparison:
         """'3.412 ± 0.008 (3)'."""
         return plus_minus(self.losses[key])
 
-    def verdict(self, holds: bool | None) -> str:
-        """As the function."""
-        return verdict(holds, judged=self.judged)
+    def claim(self, text: str, holds: bool | None, seen: str, criterion: str = "") -> Claim:
+        """A claim that rests on these runs: not judged where no cell has several seeds."""
+        return Claim(text, holds, seen, criterion, "" if self.judged else "one seed")
 
-    def unharmed(self, *pairs: tuple[Any, Any]) -> str:
-        """The verdict on a claim that the first of each pair loses nothing to the second: borne out where none does."""
-        told = [self.above(*pair) for pair in pairs]
-        hidden = self.judged and all(t is None for t in told)
-        return self.verdict(True not in told) + (" within the noise" if hidden else "")
+    def unharmed(self, *pairs: tuple[Any, Any]) -> bool | None:
+        """Whether the first of each pair loses nothing to the second: False where one does, None within the noise."""
+        return every(None if (above := self.above(*pair)) is None else not above for pair in pairs)
 
 
 def write(
-    table: pd.DataFrame, path: Path, *, title: str, shown: pd.DataFrame | None = None, notes: Sequence[str] = ()
+    table: pd.DataFrame,
+    path: Path,
+    *,
+    title: str,
+    shown: pd.DataFrame | None = None,
+    claims: Sequence[Claim] = (),
+    notes: Sequence[str] = (),
 ) -> None:
-    """Write `path`.csv (plain columns) and `path`.md: title, `shown` or the table, and notes as a list."""
+    """Write `path`.csv (plain columns), `path`.md and, with claims, `path`.claims.json; show claims and notes.
+
+    The page has the title, `shown` or the table, and then claims and notes as a list.
+    """
     table.to_csv(path.with_suffix(".csv"), index=False, float_format="%.6g", lineterminator="\n")
-    body = [f"### {title}", "", markdown(table if shown is None else shown), ""]
-    path.with_suffix(".md").write_text("\n".join(body + [f"- {n}" for n in notes]).rstrip() + "\n")
+    told = [f"- {line}" for line in (*claims, *notes)]
+    body = [f"### {title}", "", markdown(table if shown is None else shown), "", *told]
+    path.with_suffix(".md").write_text("\n".join(body).rstrip() + "\n")
+    if claims:
+        records = [dataclasses.asdict(claim) for claim in claims]
+        path.with_suffix(".claims.json").write_text(json.dumps(records, indent=1, ensure_ascii=False) + "\n")
+    display(Markdown("\n".join(told)))

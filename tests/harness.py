@@ -44,7 +44,7 @@ _CAPTURE: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 240
 
 
 def forked_command(ranks: int, *words: str) -> list[str]:
-    return [sys.executable, "-m", "lowcomm.forked", str(ranks), *words]
+    return [sys.executable, "-m", "pipelines.forked", str(ranks), *words]
 
 
 def torchrun_command(ranks: int, *words: str) -> list[str]:

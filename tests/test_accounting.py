@@ -14,9 +14,11 @@ from lowcomm.experiment.config import TrainConfig
 from lowcomm.experiment.trainer import inner_optimizer
 from lowcomm.methods.config import MethodConfig
 from lowcomm.methods.local_updates import LocalUpdates
-from lowcomm.model.accounting import forward_flops, memory, rounds, training_flops
-from lowcomm.model.config import ModelConfig
+from lowcomm.methods.plan import Plan
+from lowcomm.model.accounting import forward_flops, memory, parameter_shapes, training_flops
+from lowcomm.model.config import Constraint, ModelConfig
 from lowcomm.model.decoder import Decoder
+from lowcomm.model.presets import PRESETS
 from tests.test_model import SMALL, VARIANTS
 
 TRAIN = TrainConfig(steps=10, global_batch=2, seq_len=16, lr=1e-3, warmup_steps=1, eval_every=0, eval_sequences=2)
@@ -52,17 +54,17 @@ def test_memory_is_what_is_allocated(outer: str, buffers: int, offload: bool, in
 
     def work(world) -> tuple[int, ...]:
         model = Decoder(SMALL).initialise(0)
-        engine = LocalUpdates(model, world, method, train)
+        engine = LocalUpdates(model, world, method, steps=train.steps)
         optimizer = inner_optimizer(dict(model.named_parameters()), train)
         tokens = torch.randint(0, 50, (2, 17))
         resident = []
-        for step in range(1, train.steps + 1):
-            engine.before_step(step)
+        for _ in range(train.steps):
             optimizer.zero_grad()
             model.losses(tokens[:, :-1], tokens[:, 1:])[0].backward()
             optimizer.step()
             resident.append(sum(f.resident for f in engine.fragments))
-            engine.after_step(step)
+            engine.step()
+        engine.finish()
         states = [t for s in optimizer.state.values() for k, t in s.items() if k != "step" and t is not None]
         sizes = [
             sum(t.numel() * t.element_size() for t in tensors)
@@ -70,7 +72,7 @@ def test_memory_is_what_is_allocated(outer: str, buffers: int, offload: bool, in
                 list(model.parameters()),
                 [p.grad for p in model.parameters()],
                 states,
-                [t for f in engine.fragments for t in f.state().values()],
+                [t for t in engine.state_dict().values() if t.dim()],  # counts are numbers
             )
         ]
         return *sizes, max(resident), resident[0]
@@ -118,4 +120,40 @@ def test_a_mean_sends_the_bytes_of_a_ring() -> None:
 
 
 def test_an_unfinished_last_round_counts() -> None:
-    assert [rounds(t, 30) for t in (30, 31, 59, 60, 61)] == [1, 2, 2, 2, 3]
+    plan = Plan({"weight": (3, 5)}, MethodConfig("parameters", sync_every_steps=30), 2)
+    assert [plan.turns_in(0, t) for t in (30, 31, 59, 60, 61)] == [1, 2, 2, 2, 3]
+
+
+EMBEDDINGS = {
+    "untied": (False, None),
+    "tied": (True, None),
+    "projected": (False, Constraint(4)),
+    "reparametrised": (False, Constraint(4, reparametrised=True)),
+    "reparametrised, no dense layer": (False, Constraint(4, dense_layers=0, reparametrised=True)),
+    "reparametrised, dense layers alone": (False, Constraint(4, dense_layers=5, reparametrised=True)),
+}
+
+
+@pytest.mark.parametrize(("tied", "constraint"), EMBEDDINGS.values(), ids=EMBEDDINGS.keys())
+@pytest.mark.parametrize("qk_norm", [False, True], ids=["plain", "QK-norm"])
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+@pytest.mark.parametrize("mlp", ["relu", "gelu", "gated"])
+def test_shapes_of_parameters_are_those_of_a_decoder(
+    mlp: str, norm: str, qk_norm: bool, tied: bool, constraint: Constraint | None
+) -> None:
+    """By name and in its order, of the whole and of every stage; tied embeddings and a subspace exclude each other."""
+    shape = {"layers": 5, "kv_heads": 2, "head_dim": 8}
+    config = dataclasses.replace(SMALL, mlp=mlp, norm=norm, qk_norm=qk_norm, tied=tied, **shape)
+    for stages in (1,) if tied else (1, 2, 3, 5):
+        for stage in range(stages):
+            with torch.device("meta"):
+                model = Decoder(config, constraint).cut(stage, stages)
+            expected = [(name, tuple(p.shape)) for name, p in model.named_parameters()]
+            assert list(parameter_shapes(config, constraint, stage=stage, stages=stages).items()) == expected
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_shapes_of_parameters_of_every_preset(name: str) -> None:
+    with torch.device("meta"):
+        model = Decoder(PRESETS[name])
+    assert parameter_shapes(PRESETS[name]) == {n: tuple(p.shape) for n, p in model.named_parameters()}

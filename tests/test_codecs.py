@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
-from lowcomm.experiment.rules import SPARSE
 
-from lowcomm.codecs import make_codec, message_seed
+from lowcomm.choices import options
+from lowcomm.codecs import Codec, make_codec, message_seed
 from lowcomm.codecs.bits import BLOCK
 from lowcomm.codecs.small_float import PowerOfTwo, SmallFloat
-from lowcomm.experiment.config import CODECS
 
-SMALL_FLOATS = [n for n in CODECS if n.startswith("e")]
+CODECS = list(options(Codec))
+SMALL_FLOATS = [n for n, codec in options(Codec).items() if issubclass(codec, SmallFloat)]
 SIZES = (0, 1, 2, 7, 8, 255, 256, 257, 511, 1000, 256 * 256 + 3)
 
 
@@ -24,8 +25,20 @@ def _values(numel: int, seed: int = 0) -> torch.Tensor:
     return x * (torch.rand(numel, generator=generator) > 0.05)
 
 
-def _codec(name: str):
-    return make_codec(name, 0.1 if name in SPARSE else 1.0)
+def _codec(name: str, keep: float = 0.1) -> Codec:
+    return make_codec(name, keep if options(Codec)[name].sparse else 1.0)
+
+
+#: Those that encode shares at block boundaries one by one.
+IN_BLOCKS = [n for n in CODECS if _codec(n).block]
+
+
+def _zeros_are_neutral(codec: Codec) -> bool:
+    """Whether zeros in a whole block leave the codes of its other values as they are: not where its scale is a mean."""
+    half = _values(math.lcm(BLOCK, codec.block) // 2).clamp(-6e4, 6e4)
+    twice, once = (torch.cat([half, other]) for other in (half, torch.zeros_like(half)))
+    decoded = [codec.decode(codec.encode(x), x.numel())[: half.numel()] for x in (twice, once)]
+    return torch.equal(*decoded)
 
 
 @pytest.mark.parametrize("name", CODECS)
@@ -40,6 +53,19 @@ def test_bytes_and_shapes_at_every_size(name: str, numel: int) -> None:
     assert back.dtype == torch.float32
     assert torch.equal(back, x) or not codec.lossless
     assert torch.equal(back, codec.decode(codec.encode(x, seed=3), numel))
+
+
+def test_codecs_of_one_name_encode_alike() -> None:
+    """By its name the members of a mean see that they use one codec, settings included."""
+    seen: dict[str, torch.Tensor] = {}
+    x = _values(1000).clamp(-6e4, 6e4)
+    for name, keep in itertools.product(CODECS, (0.1, 0.5, 1.0)):
+        codec = _codec(name, keep)
+        packed = codec.encode(x, seed=3)
+        assert torch.equal(packed, seen.setdefault(codec.name, packed)), codec.name
+    sparse = [n for n in CODECS if options(Codec)[n].sparse]
+    assert {_codec(n, 0.1).name for n in sparse}.isdisjoint(_codec(n, 0.5).name for n in sparse)
+    assert len({_codec(n, 0.1).name for n in CODECS}) == len(CODECS)
 
 
 @pytest.mark.parametrize("name", CODECS)
@@ -113,23 +139,34 @@ def test_a_sign_is_a_bit_and_its_scale_the_best_there_is() -> None:
     assert codec.nbytes(BLOCK) == 4 + BLOCK // 8
 
 
-@pytest.mark.parametrize("name", [n for n in CODECS if n not in SPARSE])
+@pytest.mark.parametrize("name", IN_BLOCKS)
 def test_shares_at_block_boundaries_are_encoded_alike(name: str) -> None:
-    codec, x = make_codec(name), _values(5 * BLOCK + 17)
+    codec = _codec(name)
+    block = math.lcm(BLOCK, codec.block)
+    x, at = _values(5 * block + 17), 2 * block
     whole = codec.decode(codec.encode(x), x.numel())
-    at = 2 * BLOCK
     parts = [codec.decode(codec.encode(p), p.numel()) for p in (x[:at], x[at:])]
     assert torch.equal(torch.cat(parts), whole)
 
 
-@pytest.mark.parametrize(
-    "name", [n for n in CODECS if make_codec(n, 0.1).block and n != "sign"]
-)  # whose scale is a mean
+@pytest.mark.parametrize("name", [n for n in IN_BLOCKS if _zeros_are_neutral(_codec(n))])
 @pytest.mark.parametrize("numel", [n for n in SIZES if n])
 def test_a_short_last_block_is_one_filled_up_with_zeros(name: str, numel: int) -> None:
-    codec, x = make_codec(name), _values(numel).clamp(-6e4, 6e4)
-    filled = torch.nn.functional.pad(x, (0, -numel % BLOCK))
+    codec, x = _codec(name), _values(numel).clamp(-6e4, 6e4)
+    filled = torch.nn.functional.pad(x, (0, -numel % math.lcm(BLOCK, codec.block)))
     assert torch.equal(codec.decode(codec.encode(x), numel), codec.decode(codec.encode(filled), filled.numel())[:numel])
+
+
+@pytest.mark.parametrize("name", IN_BLOCKS)
+@pytest.mark.parametrize("part", [1, 2, 4, 32, 128])
+def test_a_short_last_block_is_one_filled_up_with_copies_of_itself(name: str, part: int) -> None:
+    """Whatever its scale is of it, the largest magnitude or a mean. Of whole numbers, whose sums are exact."""
+    codec = _codec(name)
+    block = math.lcm(BLOCK, codec.block)
+    x = torch.randint(-20, 21, (block + part,), generator=torch.Generator().manual_seed(part)).float()
+    filled = torch.cat([x[:block], x[block:].repeat(block // part)])
+    short, whole = (codec.decode(codec.encode(values), values.numel()) for values in (x, filled))
+    assert torch.equal(short, whole[: x.numel()])
 
 
 @pytest.mark.parametrize("name", CODECS)
@@ -226,7 +263,7 @@ def test_what_is_too_large_for_a_scale_is_refused_by_name() -> None:
 
 
 def test_unknown_names_are_refused() -> None:
-    with pytest.raises(ValueError, match="no codec named 'e3m1x'; did you mean 'e3m1'"):
+    with pytest.raises(ValueError, match="codec = 'e3m1x' is not a valid choice; did you mean 'e3m1'"):
         make_codec("e3m1x")
     with pytest.raises(ValueError, match="e6m0 needs 2 to 5 exponent bits"):
         SmallFloat(6, 0)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lowcomm.experiment.run_folder import loss_metrics, read_metrics
+from lowcomm.experiment.run_folder import RunFolder, read_metrics
 from lowcomm.experiment.train import train_in_threads
 from tests.conftest import small_run
 
@@ -48,8 +48,8 @@ def test_a_compiled_run_is_the_run(
         replicas = 2 if run.startswith("diloco") else 1
         train = {"steps": 6, "compile": compiled, "recompute": recompute, "lr": 0.003, "accumulation": stages}
         config = small_run(run, replicas=replicas, stages=stages, train=train, method=method)
-        out = tmp_path / str(compiled)
-        train_in_threads(config, corpus, out)
-        rows = read_metrics(loss_metrics(out, config))
+        folder = RunFolder.beside(tmp_path / str(compiled))
+        train_in_threads(config, corpus, folder)
+        rows = read_metrics(folder.losses(config.to_dict()))
         found.append([r["loss"] for r in rows] + [rows[-1]["val_loss"]])
     assert found[1] == pytest.approx(found[0], rel=1e-5)

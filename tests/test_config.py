@@ -15,7 +15,7 @@ from lowcomm.model.config import ModelConfig
 from lowcomm.model.decoder import Decoder
 from lowcomm.model.presets import PRESETS
 from lowcomm.settings import ConfigError, build
-from pipelines.project import ROOT, load_params, run_config, run_dir, run_points
+from pipelines.project import ROOT, load_params, run_config, run_folder, run_points
 from tests.conftest import small_run
 
 PARAMS = load_params()
@@ -74,7 +74,7 @@ def _changed(path: str, value: Any) -> dict:
         ("scales/smoke/train/steps", 2.5, "train.steps = 2.5 must be a whole number"),
         ("scales/smoke/model/qk_norm", "yes", "model.qk_norm = 'yes' must be true or false"),
         ("scales/smoke/train", 7, "train must be a mapping of settings, got 7"),
-        ("methods/diloco/sync_every_steps", 0, r"\(H\) = 0 must be between 1 and train.steps = 200"),
+        ("methods/diloco/sync_every_steps", 0, "method.sync_every_steps must be at least 1, got 0"),
         ("methods/diloco/sync_every_steps", 201, r"\(H\) = 201 must be between 1 and train.steps = 200"),
         ("runs/diloco_m2/replicas", 3, "global_batch = 4 does not split into 3 replicas x 1 micro-batches; .* of 3"),
         ("runs/diloco_m2/replicas", 0, "replicas must be at least 1, got 0"),
@@ -169,13 +169,13 @@ def test_variants_make_a_sweep() -> None:
     assert [(c.variant, c.seed) for c in points] == [("often", 3), ("often", 4), ("short", 3), ("short", 4)]
     assert [c.method.sync_every_steps for c in points] == [5, 5, 30, 30]
     assert [(c.train.steps, c.replicas) for c in points[1:3]] == [(200, 2), (60, 4)]
-    assert len({run_dir(c) for c in points}) == 4
-    assert run_dir(points[0]).parts[-3:] == ("diloco_m2", "often", "seed3")
+    assert len({run_folder(c).out for c in points}) == 4
+    assert run_folder(points[0]).out.parts[-3:] == ("diloco_m2", "often", "seed3")
     with pytest.raises(ConfigError, match="run diloco_m2 is a sweep: choose one of its variants, often, short"):
         run_config("diloco_m2", scale="smoke", params=params)
     with pytest.raises(ConfigError, match="no variant of diloco_m2 named 'shrt'; did you mean 'short'"):
         run_config("diloco_m2", variant="shrt", scale="smoke", params=params)
-    with pytest.raises(ConfigError, match="no variant of diloco_m4 named 'often'"):
+    with pytest.raises(ConfigError, match="run diloco_m4 has no variants, so none is named 'often'"):
         run_config("diloco_m4", variant="often", scale="smoke", params=params)
 
 

@@ -15,7 +15,10 @@ from lowcomm.experiment.batches import TokenData
 from lowcomm.experiment.config import CorpusConfig, DataConfig
 from lowcomm.experiment.corpora import documents, sources
 from lowcomm.experiment.data import END_OF_TEXT, Tokenizer, prepare
+from lowcomm.experiment.project import Project
 from lowcomm.settings import ConfigError
+from pipelines import project
+from pipelines.project import ROOT
 from tests.conftest import DATA, VOCAB
 
 SMALL = DATA
@@ -88,7 +91,7 @@ def test_shards_hold_the_documents_in_order(corpus: Path, tokenizer: Tokenizer) 
     assert len(data) == card["splits"]["train"]["tokens"]
     assert (data == END_OF_TEXT).sum() == card["splits"]["train"]["documents"]
     first = tokenizer.decode(data[: int(np.argmax(data == END_OF_TEXT))].tolist())
-    assert first in set(documents(CorpusConfig("docstrings")))
+    assert first in set(documents(CorpusConfig("docstrings"), ROOT))
 
 
 def test_windows_cross_shard_borders(tmp_path: Path) -> None:
@@ -160,11 +163,11 @@ def test_local_files_and_hub_data_sets_are_read(source: str, tmp_path: Path) -> 
     else:
         (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": t}) for t in texts))
         corpus = CorpusConfig(source, path=str(tmp_path), revision="main" if source == "hub" else "")
-    assert list(documents(corpus)) == texts
+    assert list(documents(corpus, ROOT)) == texts
 
 
 def test_python_sources_are_a_corpus_too() -> None:
-    first = next(documents(CorpusConfig("python")))
+    first = next(documents(CorpusConfig("python"), ROOT))
     assert "import" in first or "def " in first
     named = sources(CorpusConfig("python", packages=("numpy",)))
     assert [s["name"] for s in named] == ["python standard library", "numpy"]
@@ -195,7 +198,7 @@ def test_an_empty_corpus_is_refused(tmp_path: Path) -> None:
 def test_a_wrong_column_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps({"body": "some text"}))
     with pytest.raises(ConfigError, match=r"has columns \['body'\], not 'text'"):
-        list(documents(CorpusConfig("json", path=str(tmp_path / "a.json"))))
+        list(documents(CorpusConfig("json", path=str(tmp_path / "a.json")), ROOT))
 
 
 @pytest.mark.parametrize("vocab_size", [200, 500_000])
@@ -226,13 +229,11 @@ def test_a_corpus_shorter_than_a_batch_is_refused(corpus: Path, tmp_path: Path) 
 
 
 def test_an_interrupted_preparation_starts_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    import lowcomm.data
-
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(lowcomm.data.Tokenizer, "train", interrupted)
+        patch.setattr(Tokenizer, "train", interrupted)
         with pytest.raises(KeyboardInterrupt):
             prepare(CorpusConfig("docstrings"), SMALL, tmp_path / "out")
     assert (tmp_path / "out.partial").exists()
@@ -241,6 +242,32 @@ def test_an_interrupted_preparation_starts_over(tmp_path: Path, monkeypatch: pyt
     assert "out.partial: left by an interrupted preparation; starting over" in capsys.readouterr().out
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
     TokenData(tmp_path / "out", seq_len=32, global_batch=4, seed=0)
+
+
+def test_a_projects_corpus_is_prepared_where_it_is_missing_or_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Its local path begins at the project's folder, wherever one works."""
+    rows = [json.dumps({"text": f"line {i} of a small corpus"}) for i in range(500)]
+    (tmp_path / "rows.json").write_text("\n".join(rows))
+
+    def write(**data: float) -> None:
+        smoke = {"data": {"vocab_size": 300} | data}
+        corpora = {"lines": {"source": "json", "path": "rows.json"}}
+        params = {"scale": "smoke", "scales": {"smoke": smoke}, "methods": {}, "runs": {}, "corpora": corpora}
+        (tmp_path / "params.yaml").write_text(json.dumps(params))
+
+    monkeypatch.setattr(project, "PROJECT", Project(tmp_path))
+    write()
+    folder = project.prepared("lines")
+    assert folder == tmp_path / "build" / "data" / "smoke" / "lines"
+    card = (folder / "card.json").stat()
+    assert project.prepared("lines", "smoke") == folder
+    assert (folder / "card.json").stat() == card
+    write(validation_percent=20)
+    project.prepared("lines")
+    assert "was prepared with other settings; preparing it again" in capsys.readouterr().out
+    assert json.loads((folder / "card.json").read_text())["settings"]["validation_percent"] == 20
 
 
 def test_an_unwritable_folder_is_named(tmp_path: Path) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import Tensor
 
 from lowcomm.comm.start import run_threads
 from lowcomm.comm.world import World
-from lowcomm.methods.boundary import Boundary
+from lowcomm.methods.boundary import make_boundary
 from lowcomm.methods.config import BoundaryConfig
 from lowcomm.methods.generate import choose, generate, generated_bytes
 from lowcomm.model.config import ModelConfig
@@ -18,9 +20,9 @@ SMALL = ModelConfig(16, 4, 4, 32, 300, 24, kv_heads=2)
 DENSE, SUBSPACE = BoundaryConfig(), BoundaryConfig("subspace", 4)
 
 
-def _model(boundary: BoundaryConfig) -> Decoder:
+def _model(boundary: BoundaryConfig, config: ModelConfig = SMALL) -> Decoder:
     """Far from its beginning, where every continuation would be the same token."""
-    model = Decoder(SMALL, boundary.constraint).initialise(1)
+    model = Decoder(config, boundary.constraint).initialise(1)
     with torch.no_grad():
         for block in model.blocks.values():
             for p in (block.attention.out.weight, block.mlp.down.weight):
@@ -57,7 +59,7 @@ def test_a_pipeline_writes_what_one_model_writes(
 
     def work(world: World) -> tuple[Tensor | None, dict, dict]:
         stage = _model(boundary).cut(world.stage, stages)
-        wire = Boundary(stage, boundary, 0)
+        wire = make_boundary(boundary, SMALL, stage)
         own = prompts if world.stage == 0 else torch.zeros_like(prompts)
         written = generate(stage, world, wire, own, new, groups=groups, temperature=temperature, seed=3)
         closed = generated_bytes(wire, world.stage, stages, 5, 6, new, groups)
@@ -69,6 +71,28 @@ def test_a_pipeline_writes_what_one_model_writes(
     assert all(w is None for w, *_ in others)
     for _, closed, sent in results:
         assert {f"route/{k}": v for k, v in closed.items() if v} == sent
+
+
+@pytest.mark.parametrize("vocab_size", [2, 200, 256, 257, 65_536])
+@pytest.mark.parametrize("boundary", [DENSE, SUBSPACE], ids=["dense", "subspace"])
+def test_tokens_of_any_vocabulary_travel(boundary: BoundaryConfig, vocab_size: int) -> None:
+    """Ids of one byte each, or of two: several prompts at once."""
+    config = dataclasses.replace(SMALL, vocab_size=vocab_size)
+    prompts = torch.randint(0, vocab_size, (2, 6), generator=torch.Generator().manual_seed(0))
+
+    def written(stages: int) -> list[Tensor | None]:
+        def work(world: World) -> Tensor | None:
+            stage = _model(boundary, config).cut(world.stage, stages)
+            found = generate(stage, world, make_boundary(boundary, config, stage), prompts, 4)
+            sent = generated_bytes(make_boundary(boundary, config), world.stage, stages, 2, 6, 4)
+            assert {f"route/{k}": v for k, v in sent.items() if v} == world.ledger.by_purpose()
+            return found
+
+        return run_threads(work, replicas=1, stages=stages)
+
+    (alone,), (first, last) = written(1), written(2)
+    assert torch.equal(first, alone)
+    assert last is None
 
 
 @pytest.mark.parametrize(
@@ -84,7 +108,7 @@ def test_refusals(prompts: Tensor, new: int, groups: int, message: str) -> None:
     model = _model(DENSE)
 
     def work(world: World) -> None:
-        generate(model, world, Boundary(model, DENSE, 0), prompts, new, groups=groups)
+        generate(model, world, make_boundary(DENSE, SMALL, model), prompts, new, groups=groups)
 
     with pytest.raises(ValueError, match=message):
         run_threads(work, replicas=1)
@@ -94,7 +118,7 @@ def test_a_negative_temperature_is_refused() -> None:
     model, prompts = _model(DENSE), torch.zeros(2, 4, dtype=torch.long)
 
     def work(world: World) -> None:
-        generate(model, world, Boundary(model, DENSE, 0), prompts, 3, temperature=-1.0)
+        generate(model, world, make_boundary(DENSE, SMALL, model), prompts, 3, temperature=-1.0)
 
     with pytest.raises(ValueError, match="temperature = -1.0 must be at least 0"):
         run_threads(work, replicas=1)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lowcomm.codecs import make_codec
+from lowcomm.codecs import Codec, make_codec
 from lowcomm.comm.shares import encoded_mean_bytes, encoded_mean_in_shares
 from lowcomm.comm.start import run_threads
 from lowcomm.comm.world import World
@@ -18,10 +18,10 @@ from lowcomm.experiment.config import RunConfig
 from lowcomm.experiment.run_folder import read_metrics
 from lowcomm.experiment.train import train, train_in_threads
 from lowcomm.experiment.trainer import Trainer, inner_optimizer, learning_rate
-from lowcomm.methods.local_updates import pairwise_cosine
-from lowcomm.methods.outer import Momentum
+from lowcomm.methods.config import MethodConfig
+from lowcomm.methods.local_updates import LocalUpdates, pairwise_cosine
+from lowcomm.methods.outer import HeavyBall, Nesterov
 from lowcomm.methods.outer_state import flatten
-from lowcomm.methods.peers import AllReplicas
 from lowcomm.model.decoder import Decoder
 from tests.conftest import command_line, small_run
 from tests.harness import train_in_processes
@@ -115,7 +115,7 @@ def test_outer_momentum_is_torch_sgd_bit_for_bit(nesterov: bool) -> None:
     phi = torch.randn(100, generator=generator)
     theirs = phi.clone().requires_grad_()
     reference = torch.optim.SGD([theirs], lr=0.4, momentum=0.9, nesterov=nesterov)
-    ours = Momentum(0.4, 0.9, nesterov=nesterov)
+    ours = (Nesterov if nesterov else HeavyBall)(0.4, 0.9)
     buffers = ours.buffers(phi)
     for _ in range(5):
         delta = torch.randn(100, generator=generator)
@@ -132,18 +132,22 @@ def test_one_outer_step_by_hand() -> None:
     0.5 (0.4 + 0.9 * 0.4) = 0.38, phi = 0.62. Round 2: theta 0.52 and 0.32, Delta = mean(0.1, 0.3) = 0.2.
     Buffer 0.9 * 0.4 + 0.2 = 0.56; step 0.5 (0.2 + 0.9 * 0.56) = 0.352, phi = 0.268.
     """
-    phi = torch.tensor([1.0])
-    outer = Momentum(lr=0.5, momentum=0.9, nesterov=True)
-    buffers = outer.buffers(phi)
-    for thetas, expected in (((0.8, 0.4), 0.62), ((0.52, 0.32), 0.268)):
+    rounds = (((0.8, 0.4), 0.62), ((0.52, 0.32), 0.268))
 
-        def work(world: World, thetas=thetas) -> torch.Tensor:
-            delta = phi - torch.tensor([thetas[world.replica]])
-            return AllReplicas().mean_async(world, delta, make_codec("fp32"), (0, 0), purpose="outer").wait()
+    def work(world: World) -> list[tuple[float, float]]:
+        theta, found = torch.tensor([1.0], requires_grad=True), []
+        engine = LocalUpdates({"theta": theta}, world, outer_lr=0.5, outer_momentum=0.9, sync_every_steps=1)
+        for thetas, _ in rounds:
+            with torch.no_grad():
+                theta.fill_(thetas[world.replica])  # what inner steps make of it
+            engine.step()
+            found.append((engine.fragments[0].agreed.item(), theta.item()))
+        return found
 
-        delta = run_threads(work, replicas=2)[0]
-        outer.step(phi, delta, buffers)
-        assert phi.item() == pytest.approx(expected, abs=1e-6)
+    for found in run_threads(work, replicas=2):
+        for (phi, theta), (_, expected) in zip(found, rounds, strict=True):
+            assert phi == pytest.approx(expected, abs=1e-6)
+            assert theta == phi
 
 
 def test_replicas_are_equal_after_every_exchange_and_differ_between(corpus: Path, tmp_path: Path) -> None:
@@ -167,7 +171,7 @@ def test_evaluation_sees_the_outer_parameters_and_puts_the_inner_back(corpus: Pa
         with trainer.engine.evaluated("agreed"):
             inside = flatten(list(trainer.model.parameters()))
         after = flatten(list(trainer.model.parameters()))
-        seen.append((torch.equal(inside, trainer.engine.state()["0/agreed"]), torch.equal(before, after)))
+        seen.append((torch.equal(inside, trainer.engine.state_dict()["0/agreed"]), torch.equal(before, after)))
 
     train_in_threads(config, corpus, tmp_path, on_row=look)
     assert set(seen) == {(True, True)}
@@ -178,10 +182,16 @@ def test_a_codec_that_loses_nothing_is_no_codec(block: int) -> None:
     pretend_lossy = copy.copy(make_codec("fp32"))
     pretend_lossy.lossless, pretend_lossy.block = False, block
 
+    def averaged(world: World, codec: Codec) -> torch.Tensor:
+        x = torch.randn(1001, generator=torch.Generator().manual_seed(world.rank)).requires_grad_()
+        engine = LocalUpdates({"x": x}, world, MethodConfig("parameters"), broadcast=False)
+        engine.plan.codec = codec
+        assert engine.plan.is_plain(0) == codec.lossless
+        engine.step()
+        return x.detach()
+
     def work(world: World) -> tuple[torch.Tensor, torch.Tensor]:
-        x = torch.randn(1001, generator=torch.Generator().manual_seed(world.rank))
-        gathered = AllReplicas().mean_async(world, x.clone(), pretend_lossy, (0, 0), purpose="a").wait()
-        return gathered, AllReplicas().mean_async(world, x, make_codec("fp32"), (0, 0), purpose="b").wait()
+        return averaged(world, pretend_lossy), averaged(world, make_codec("fp32"))
 
     for gathered, reduced in run_threads(work, replicas=3):
         assert torch.equal(gathered, reduced)

@@ -20,11 +20,11 @@ from lowcomm.experiment.config import RunConfig
 from lowcomm.experiment.run_folder import read_metrics
 from lowcomm.experiment.train import train_in_threads
 from lowcomm.experiment.trainer import Trainer
-from lowcomm.methods.boundary import Boundary
+from lowcomm.methods.boundary import make_boundary
 from lowcomm.methods.config import BoundaryConfig
 from lowcomm.methods.pipeline import Pipeline, bubble
 from lowcomm.model.config import ModelConfig, stage_layers
-from lowcomm.model.decoder import Decoder
+from lowcomm.model.decoder import Block, Decoder
 from lowcomm.settings import ConfigError
 from tests.conftest import command_line, small_run
 from tests.harness import Crash, train_in_processes
@@ -47,8 +47,9 @@ def pipeline_of(stage: Decoder, world: World, **override: Any) -> Pipeline:
         "routing": "fixed",
         "seed": 0,
         "autocast": lambda: torch.autocast("cpu", enabled=False),
+        "watch": lambda: None,
     }
-    return Pipeline(Boundary(stage, BoundaryConfig(), 0), world, **usual | override)
+    return Pipeline(make_boundary(BoundaryConfig(), stage.config, stage), world, **usual | override)
 
 
 def losses_of(config: RunConfig, corpus: Path, out: Path) -> list[float]:
@@ -230,6 +231,38 @@ def test_gradients_are_those_of_the_stages_along_the_route(route: str, corpus: P
             assert torch.allclose(grad, expected[rank][name], rtol=1e-5, atol=1e-7), (rank, name)
 
 
+@pytest.mark.parametrize("codec", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", ["dense", "subspace"])
+def test_values_that_are_not_finite_are_refused_at_the_boundary(kind: str, codec: str) -> None:
+    """Whatever the codec: by which value it is, and in both directions."""
+    shape = ModelConfig(16, 2, 4, 32, 64, 8)
+    config = BoundaryConfig(kind, 4 if kind == "subspace" else 0, codec)
+    boundary = make_boundary(config, shape, Decoder(shape, config.constraint).initialise(0).cut(0, 2))
+    ids = torch.zeros(1, 8, dtype=torch.long)
+    for bad in (torch.nan, torch.inf):
+        x = torch.ones(1, 8, 16)
+        x[0, 3, 5] = bad
+        # The value itself, or the first of its token's coordinates.
+        at, values, said = (53, 128, str(bad)) if kind == "dense" else (12, 32, r"(nan|-?inf)")
+        message = rf"value {at} of {values} is {said}; only finite values can be sent"
+        with pytest.raises(ValueError, match=message):
+            boundary.activations(x, ids)
+        with pytest.raises(ValueError, match=message):
+            boundary.gradients(x)
+
+
+def test_a_stage_whose_activations_are_not_finite_ends_the_step(corpus: Path) -> None:
+    config = deep_run(replicas=1, train={"accumulation": 4, "global_batch": 8})
+    data = TokenData(corpus, seq_len=config.train.seq_len, global_batch=8, seed=0)
+
+    def work(world: World) -> None:
+        stage = Decoder(config.model).initialise(1).cut(world.stage, 2)
+        pipeline_of(stage, world, hidden=lambda x: stage.hidden(x) * torch.nan).train(1, lambda r: data.batch(1, r, 1))
+
+    with pytest.raises(ValueError, match=r"value 0 of \d+ is nan; only finite values can be sent"):
+        run_threads(work, replicas=1, stages=2)
+
+
 @pytest.mark.parametrize("routing", ["fixed", "random_micro_batch"])
 def test_threads_and_processes_give_the_same_pipeline(routing: str, corpus: Path, tmp_path: Path) -> None:
     config = deep_run(stages=2, train={"accumulation": 2}, method={"route": routing})
@@ -310,10 +343,8 @@ def test_the_bubble_is_gpipes(stages: int, count: int, corpus: Path, monkeypatch
             time.sleep(0.03)
             return grad
 
-    import lowcomm.model
-
-    plain = lowcomm.model.Block.forward
-    monkeypatch.setattr(lowcomm.model.Block, "forward", lambda *a: Paced.apply(plain(*a)))
+    plain = Block.forward
+    monkeypatch.setattr(Block, "forward", lambda *a: Paced.apply(plain(*a)))
 
     def seconds(stages: int) -> float:
         run = deep_run(replicas=1, stages=stages, train=vars(config.train))

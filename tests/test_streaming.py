@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 from pathlib import Path
@@ -10,19 +11,19 @@ from typing import Any
 
 import pytest
 import torch
-from lowcomm.experiment.runs import last_exchanges
 from safetensors.torch import load_file
 
 from lowcomm.comm.start import run_threads
 from lowcomm.comm.transport import CommError
 from lowcomm.comm.world import World
-from lowcomm.experiment.batches import TokenData
 from lowcomm.experiment.run_folder import read_metrics
 from lowcomm.experiment.train import train, train_in_threads
 from lowcomm.experiment.trainer import Trainer
+from lowcomm.methods.config import MethodConfig
 from lowcomm.methods.outer_state import flatten
-from lowcomm.methods.partial import pieces
-from lowcomm.methods.streaming import Schedule, fragment_count, layer_fragments, parameter_fragments
+from lowcomm.methods.plan import Plan
+from lowcomm.methods.streaming import Schedule, layer_fragments
+from lowcomm.model.accounting import parameter_shapes
 from lowcomm.model.config import stage_layers
 from lowcomm.model.decoder import Decoder
 from lowcomm.settings import ConfigError
@@ -45,6 +46,17 @@ def test_patterns_are_those_of_figure_2() -> None:
     assert layer_fragments(6, 2, "strided") == ((0, 3), (1, 4), (2, 5))
 
 
+def _method(fragments: str, size: int = 3, **settings: Any) -> MethodConfig:
+    layered = {"layers_per_fragment": size} if fragments in ("strided", "sequential") else {}
+    sliced = {"trainable": "slice", "slices": 4, "sliced": ("mlp",)} if fragments == "slices" else {}
+    return MethodConfig("parameters", sync_every_steps=20, fragments=fragments, **layered, **sliced, **settings)
+
+
+def _names(plan: Plan) -> list[list[str]]:
+    """The parameters of each fragment, in their order."""
+    return [[piece.parameter for piece in fragment.pieces] for fragment in plan.fragments]
+
+
 @pytest.mark.parametrize("fragments", ["whole", "slices", "strided", "sequential"])
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_fragments_are_as_many_as_they_are_counted(fragments: str, size: int) -> None:
@@ -54,11 +66,13 @@ def test_fragments_are_as_many_as_they_are_counted(fragments: str, size: int) ->
         for stage in range(stages):
             model = Decoder(config).cut(stage, stages)
             layers = len(stage_layers(5, stages, stage))
-            sliced = ("mlp",) if fragments == "slices" else ()
-            names = [p.name for p in pieces(model, 5, sliced, 4)]
-            found = parameter_fragments(names, fragments, size)
+            shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
+            found = Plan(shapes, _method(fragments, size), 4, layers=5).fragments
             rest = stage in (0, stages - 1)
-            assert len(found) == fragment_count(fragments, layers, size, slices=4, rest=rest)
+            expected = {"whole": 1, "slices": 4 + 1}.get(fragments, -(-layers // size) + rest)
+            assert len(found) == expected
+            assert sum(f.numel for f in found) == sum(p.numel() for p in model.parameters())
+            assert all(f.numel == sum(numel for numel, _ in f.sections) for f in found)
 
 
 @pytest.mark.parametrize(
@@ -70,21 +84,28 @@ def test_fragments_are_as_many_as_they_are_counted(fragments: str, size: int) ->
         ({"fragments": "slices", "trainable": "slice", "slices": 2, "sliced": ["mlp"]}, 1),
     ],
 )
-def test_last_exchanges_are_the_last_turns_of_the_engine(method: dict[str, Any], stages: int, corpus: Path) -> None:
-    method = {"sync_every_steps": 7, "close_last_round": False} | method
+@pytest.mark.parametrize("close", [False, True])
+def test_last_exchanges_are_the_last_turns_of_the_engine(
+    method: dict[str, Any], stages: int, close: bool, corpus: Path, tmp_path: Path
+) -> None:
+    method = {"sync_every_steps": 7, "close_last_round": close} | method
     config = small_run("diloco_m2", train={"steps": 20}, method=method, stages=stages)
+    last: dict[int, dict[int, int]] = {stage: {} for stage in range(stages)}
+    had: dict[tuple[int, int], int] = {}
 
-    def work(world: World) -> list[int]:
-        t = config.train
-        data = TokenData(corpus, seq_len=t.seq_len, global_batch=t.global_batch, seed=0)
-        schedule = Trainer(config, world, data).engine.schedule
-        turns = [(p, s) for s in range(1, t.steps + 1) for p in schedule.turns(s)]
-        return list(dict(turns).values()) if world.stage == 0 else []
+    def keep(trainer: Trainer, row: dict) -> None:
+        stage = trainer.world.stage
+        if trainer.world.replica == 0:
+            for index, fragment in enumerate(trainer.engine.fragments):
+                if fragment.turns > had.get((stage, index), 0):
+                    had[stage, index], last[stage][index] = fragment.turns, row["step"]
 
-    of_engine = run_threads(work, replicas=2, stages=stages)[0]
-    assert sorted(of_engine) == sorted(last_exchanges(config.to_dict()))
-    closed = dataclasses.replace(config, method=dataclasses.replace(config.method, close_last_round=True))
-    assert last_exchanges(closed.to_dict()) == [20]
+    train_in_threads(config, corpus, tmp_path, on_row=keep)
+    for stage, of_engine in last.items():
+        plan = config.plan(stage)
+        assert [plan.last_exchange(i, 20) for i in range(len(plan.fragments))] == list(of_engine.values())
+        assert [plan.turns_in(i, 20) for i in range(len(plan.fragments))] == [had[stage, i] for i in of_engine]
+        assert set(of_engine.values()) == {20} or not close
 
 
 def test_turns_are_those_that_the_paper_names() -> None:
@@ -108,12 +129,15 @@ def test_more_fragments_than_steps_are_refused() -> None:
 @pytest.mark.parametrize("pattern", ["whole", "sequential", "strided"])
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_parameter_fragments_are_disjoint_and_cover_the_model(pattern: str, size: int) -> None:
-    names = [n for n, _ in Decoder(small_run(model={"layers": 5}).model).named_parameters()]
-    fragments = parameter_fragments(names, pattern, size)
+    config = small_run(model={"layers": 5}).model
+    names = [n for n, _ in Decoder(config).named_parameters()]
+    fragments = _names(Plan(parameter_shapes(config), _method(pattern, size), 2))
     assert sorted(itertools.chain(*fragments)) == sorted(names)
     if pattern != "whole":
         assert fragments[-1] == ["embedding.weight", "norm.weight", "head.weight"]
         assert len(fragments) == -(-5 // size) + 1
+        for layers, found in zip(layer_fragments(5, size, pattern), fragments, strict=False):
+            assert found == [n for n in names if n.startswith(tuple(f"blocks.{i}." for i in layers))]
 
 
 @pytest.mark.parametrize(("fragments", "h", "steps"), [(1, 4, 12), (1, 5, 12), (3, 4, 12), (3, 5, 23), (4, 4, 3)])
@@ -181,20 +205,23 @@ def test_overlap_and_mixing_by_definition(tau: int, alpha: float, corpus: Path, 
     inner = Trainer.step
 
     def step(self: Trainer, number: int) -> dict[str, Any]:
-        engine_step = self.engine.after_step
+        engine, key = self.engine, (self.world.rank, number)
+        exchanges = {"step": engine.step, "finish": engine.finish}  # the second after the last step alone
 
-        def spy(n: int) -> dict[str, float]:
-            before[self.world.rank, n] = flat(self)
-            logged = engine_step(n)
-            after[self.world.rank, n] = flat(self)
-            outer[n] = self.engine.fragments[0].agreed.clone()
+        def spy(name: str) -> dict[str, float]:
+            before.setdefault(key, flat(self))
+            logged = exchanges[name]()
+            after[key] = flat(self)
+            outer[number] = engine.fragments[0].agreed.clone()
             return logged
 
-        self.engine.after_step = spy
+        for name in exchanges:
+            setattr(engine, name, functools.partial(spy, name))
         try:
             return inner(self, number)
         finally:
-            self.engine.after_step = engine_step
+            for name, plain in exchanges.items():
+                setattr(engine, name, plain)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "step", step)
@@ -356,7 +383,9 @@ def test_the_peak_of_a_step_falls_by_the_fragments_share(corpus: Path, tmp_path:
     ((_, expected),) = summary["sent_bytes_closed_form"].items()
     assert summary["sent_bytes"]["replica/outer"] == expected
     names = {n: p.numel() for n, p in Decoder(config.model).named_parameters()}
-    sizes = [sum(names[n] for n in f) for f in parameter_fragments(list(names), "strided", 1)]
+    sizes = [sum(size for n, size in names.items() if n.startswith(f"blocks.{i}.")) for i in range(4)]
+    sizes.append(sum(names.values()) - sum(sizes))
+    assert sizes == [f.numel for f in config.plan().fragments]
     assert summary["peak_step_bytes"] == max(-(-s // 2) + -(-s // 256) for s in sizes)
     turns = [Schedule(5, 5).turns_of(p, 20) for p in range(5)]
     assert expected == sum(t * (-(-s // 2) + -(-s // 256)) for t, s in zip(turns, sizes, strict=True))
@@ -370,14 +399,14 @@ def test_the_peak_of_a_step_falls_by_the_fragments_share(corpus: Path, tmp_path:
         ({"mixing": 1.0}, "method.mixing must be below 1, got 1.0"),
         ({"fragments": "strided", "layers_per_fragment": 1, "sync_every_steps": 2}, "too short for 3 fragments"),
         ({"fragments": "stride"}, "method.fragments = 'stride' is not a valid choice; did you mean 'strided'"),
-        ({"codec_keep": 0.5}, "method.codec_keep means nothing with codec fp32"),
+        ({"codec_keep": 0.5}, "method.codec_keep means nothing with method.codec = fp32"),
         ({"layers_per_fragment": 2}, "method.layers_per_fragment means nothing with method.fragments = whole"),
         ({"outer_lr": -0.1}, "method.outer_lr must be at least 0"),
         (
             {"fragments": "strided", "layers_per_fragment": 1, "sync_every_steps": 9, "close_last_round": False},
             "train.steps = 12 end before the last of 3 fragments has its first turn, at step 15",
         ),
-        ({"codec": "topk", "codec_keep": 1.5}, "method.codec_keep = 1.5 is a share of the values: at most 1"),
+        ({"codec": "topk", "codec_keep": 1.5}, "method.codec_keep = 1.5 is a share of the values: above 0 and at most 1"),
         ({"trainable": "next_fragment"}, "trainable = next_fragment means nothing with method.fragments = whole"),
         ({"codec": "e3m5"}, "method.codec = 'e3m5' is not a valid choice"),
     ],

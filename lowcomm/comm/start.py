@@ -1,4 +1,4 @@
-"""Starting ranks: threads of this process, or the processes of a torchrun."""
+"""Starting ranks: threads of this process, the processes of a torchrun, or this process alone."""
 
 from __future__ import annotations
 
@@ -109,3 +109,27 @@ def world_from_torchrun(
     transport = transport or ProcessTransport(comm.backend, comm.timeout_s)
     device = torch.device("cuda", torch.cuda.current_device()) if transport.uses_nccl else default_device()
     return World(transport, replicas=replicas, stages=stages, comm=comm, device=device)
+
+
+def world(*, replicas: int | None = None, stages: int = 1, comm: CommConfig | None = None) -> World:
+    """The ranks as torchrun has started them, seen from this one; without torchrun, this process alone.
+
+    Args:
+        replicas: how many there are; by default all ranks, divided by the stages.
+        stages: of each replica's pipeline.
+        comm: the wire's settings.
+
+    Unlike `world_from_torchrun`, it leaves the number of computing threads as it is. Raises ConfigError where the ranks
+    do not form replicas x stages, CommError where torchrun's settings are incomplete.
+    """
+    threads = torch.get_num_threads()
+    ranks = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else 1
+    if ranks % stages:
+        raise ConfigError(f"{ranks} ranks do not form pipelines of {stages} stages: start a multiple of {stages}")
+    comm = comm or CommConfig()
+    grid = {"replicas": replicas or ranks // stages, "stages": stages, "comm": comm}
+    if "RANK" not in os.environ:
+        return World(ThreadTransport(ThreadHub(1, comm.timeout_s), 0), device=default_device(), **grid)
+    found = world_from_torchrun(**grid)
+    torch.set_num_threads(threads)
+    return found

@@ -27,13 +27,13 @@ import pandas as pd
 from lowcomm.cost.footprint import node_bytes
 from lowcomm.cost.ingredients import Method, Penalties
 from lowcomm.cost.predict import Links, predict, sent_per_step, stage_flops
+from lowcomm.cost.tables import markdown, si_bytes
 from lowcomm.experiment.config import DataConfig, RunConfig, TrainConfig
 from lowcomm.experiment.project import pick
 from lowcomm.model.accounting import parameters
 from lowcomm.model.config import ModelConfig
 from lowcomm.model.presets import PRESETS
 from lowcomm.settings import ConfigError
-from lowcomm.cost.tables import markdown, si_bytes
 
 
 @dataclass(frozen=True)

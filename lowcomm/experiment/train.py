@@ -134,8 +134,9 @@ def _save(
 ) -> None:
     metrics.write()
     clock.write()
+    tensors = trainer.tensors()  # waits for what is under way, which the ledger is to count
     meta = {"ledger": trainer.world.ledger.state(), "elapsed": trainer.world.clock.elapsed()}
-    checkpoints.save(step, trainer.tensors(), meta, run)
+    checkpoints.save(step, tensors, meta, run)
 
 
 def _finish(trainer: Trainer, checkpoints: Checkpoints, folder: RunFolder) -> dict[str, Any]:

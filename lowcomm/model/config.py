@@ -24,6 +24,7 @@ class ModelConfig:
     z_loss: float = 0.0  # weight of the mean squared log-partition
     tied: bool = False  # share the embedding with the output head
     rope_theta: float = 10_000.0
+    norm_eps: float = 1e-6  # added to the mean square (or variance) under a norm's root
 
     def __post_init__(self) -> None:
         for name in ("dim", "layers", "heads", "ffn_dim", "vocab_size", "seq_len"):
@@ -32,6 +33,8 @@ class ModelConfig:
         for name in ("kv_heads", "head_dim", "z_loss"):
             if getattr(self, name) < 0:
                 raise ValueError(f"model.{name} must be at least 0, got {getattr(self, name)}")
+        if not self.norm_eps > 0:
+            raise ValueError(f"model.norm_eps must be above 0, got {self.norm_eps}")
         if self.head_dim == 0 and self.dim % self.heads:
             raise ValueError(
                 f"model.heads = {self.heads} does not divide model.dim = {self.dim}; set model.head_dim or change one"

@@ -65,7 +65,7 @@ def rotate(x_BNTH: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> Tensor:
 
 
 def _norm(config: ModelConfig, width: int) -> nn.Module:
-    return nn.RMSNorm(width, eps=1e-6) if config.norm == "rms" else nn.LayerNorm(width, eps=1e-6)
+    return (nn.RMSNorm if config.norm == "rms" else nn.LayerNorm)(width, eps=config.norm_eps)
 
 
 class Attention(nn.Module):
@@ -233,35 +233,64 @@ class Decoder(nn.Module):
         the subspace, whose basis is drawn from the seed too: isotropic Gaussian columns, made orthonormal.
         """
         generator = torch.Generator().manual_seed(seed)
-        c, constrained = self.config, set(self.constrained())
-        if self.constraint is not None:
-            columns = torch.eye(c.dim)[:, : self.constraint.rank]
-            if self.constraint.basis == "gaussian":
-                # Apart from the weights' seed, whose first draws are the embedding; of 32 bits, as torch takes no more.
-                own = torch.Generator().manual_seed((seed + 1) * 0x9E3779B1 % 2**32)
-                columns = torch.empty(self.basis_DR.shape).normal_(generator=own)
-            self.basis_DR.copy_(orthonormal(columns))
+        self.draw_basis(seed)
         for name, p in self.named_parameters():
             if p.dim() < 2:
                 continue
             std = 0.02
             if name.endswith(("attention.out.weight", "mlp.down.weight")):
-                std /= math.sqrt(2 * c.layers)
-            if name not in constrained:
-                p.copy_(torch.empty(p.shape).normal_(0.0, std, generator=generator))
-                continue
-            table = name == "embedding.weight"
-            shape = (c.vocab_size, c.dim) if table else (c.dim, p.shape[1])
-            whole = torch.empty(shape).normal_(0.0, std, generator=generator)
-            if table:
-                self.fixed_VD.copy_(whole)
-                whole = torch.zeros_like(whole) if self.constraint.table == "zero" else whole
-            u = self.basis_DR.to(whole.device)
-            inside = whole @ u if table else u.T @ whole
-            if not self.constraint.reparametrised:
-                inside = inside @ u.T if table else u @ inside
-            p.copy_(inside)
+                std /= math.sqrt(2 * self.config.layers)
+            self.put(name, torch.empty(self.full_shape(name)).normal_(0.0, std, generator=generator))
         return self
+
+    @torch.no_grad()
+    def draw_basis(self, seed: int) -> None:
+        """Draw the subspace's basis from `seed` alone; without a constraint there is none."""
+        if self.constraint is None:
+            return
+        columns = torch.eye(self.config.dim)[:, : self.constraint.rank]
+        if self.constraint.basis == "gaussian":
+            # Apart from the weights' seed, whose first draws are the embedding; of 32 bits, as torch takes no more.
+            own = torch.Generator().manual_seed((seed + 1) * 0x9E3779B1 % 2**32)
+            columns = torch.empty(self.basis_DR.shape).normal_(generator=own)
+        self.basis_DR.copy_(orthonormal(columns))
+
+    def full_shape(self, name: str) -> tuple[int, ...]:
+        """The shape that a parameter has without a constraint: [V, D] for the embedding, [D, n] for what writes."""
+        shape = tuple(self.get_parameter(name).shape)
+        if name not in self.constrained():
+            return shape
+        return (shape[0], self.config.dim) if name == "embedding.weight" else (self.config.dim, shape[1])
+
+    @torch.no_grad()
+    def put(self, name: str, whole: Tensor, *, split: bool = False) -> None:
+        """Set a parameter to what `whole`, of its `full_shape`, is in the subspace; an unconstrained one to `whole`.
+
+        The fixed embedding becomes the whole table. With `split` it becomes what the trainable one lacks of it, so
+        that both together are the table, as is right for one that has been trained.
+        """
+        p = self.get_parameter(name)
+        if name not in self.constrained():
+            p.copy_(whole)
+            return
+        table = name == "embedding.weight"
+        begin = torch.zeros_like(whole) if table and self.constraint.table == "zero" else whole
+        u = self.basis_DR.to(whole.device)
+        coordinates = begin @ u if table else u.T @ begin
+        p.copy_(coordinates if self.constraint.reparametrised else coordinates @ u.T if table else u @ coordinates)
+        if table:
+            self.fixed_VD.copy_(whole - coordinates @ u.T if split else whole)
+
+    @torch.no_grad()
+    def whole(self, name: str) -> Tensor:
+        """The weight of `full_shape` that a parameter stands for: U Z of what writes, and both embeddings' sum."""
+        p = self.get_parameter(name).detach()
+        if name not in self.constrained():
+            return p
+        table = name == "embedding.weight"
+        if self.constraint.reparametrised:
+            p = p @ self.basis_DR.T if table else self.basis_DR @ p
+        return p + self.fixed_VD if table else p
 
     def cut(self, stage: int, stages: int) -> Decoder:
         """Keep what is of one stage of a pipeline: its layers, the embedding (the first), norm and head (the last).

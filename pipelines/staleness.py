@@ -1,0 +1,234 @@
+"""What makes a stage stale: digests of the code that it reaches, whatever its comments and docstrings say.
+
+    python -m pipelines.staleness
+
+A stage of dvc.yaml depends on a list in build/sources/: a line for each definition that its notebook (or command)
+reaches, with a digest of its syntax tree. A list is made by following names: from the notebook's cells to the
+definitions that they import, from these to what they name in turn, through `lowcomm` and `pipelines`; of a class, the
+methods whose names something reached uses. So a change to a function touches the tables that use it, and no others; and
+prose touches none.
+
+Training is followed module by module, as its choices find each other by name (`lowcomm.choices`); what it decides, the
+probes tell (`pipelines.probes`).
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import nbformat
+
+from lowcomm.experiment.source import without_docstrings
+from pipelines.project import BUILD, ROOT
+
+PACKAGES = ("lowcomm", "pipelines")
+#: Stages that run a module and no notebook: the list's name -> the module.
+COMMANDS = {"index": "pipelines.index", "settings": "pipelines.settings", "data": "lowcomm.experiment.data"}
+TRAINER = "lowcomm.experiment.train"
+#: Packages whose modules find each other by name, so that whoever reaches a base class may reach all that derives.
+CHOICES = ("lowcomm.codecs", "lowcomm.methods")
+
+#: A definition: the module, and the name at its top ("" for what it does when it is imported), with ".method" if any.
+Place = tuple[str, str]
+
+
+@functools.cache
+def path_of(module: str) -> Path | None:
+    """The file of a module of this repository; None for others."""
+    if module.split(".")[0] not in PACKAGES:
+        return None
+    path = ROOT.joinpath(*module.split("."))
+    return next((p for p in (path.with_suffix(".py"), path / "__init__.py") if p.exists()), None)
+
+
+def digest(*nodes: ast.AST) -> str:
+    """SHA-256 of syntax trees."""
+    return hashlib.sha256("\n".join(ast.dump(node) for node in nodes).encode()).hexdigest()
+
+
+def used(node: ast.AST) -> Iterator[ast.Name | ast.Attribute | ast.ImportFrom]:
+    """Names, attributes and imports within a node; annotations of functions decide nothing, and are left out."""
+    todo = [node]
+    while todo:
+        at = todo.pop()
+        if isinstance(at, ast.Name | ast.Attribute | ast.ImportFrom):
+            yield at
+        for field, value in ast.iter_fields(at):
+            if field in ("returns", "annotation") and not isinstance(at, ast.AnnAssign):
+                continue
+            todo += [v for v in (value if isinstance(value, list) else [value]) if isinstance(v, ast.AST)]
+
+
+class Module:
+    """The definitions of a module, by name, and the places of what it imports from this repository."""
+
+    def __init__(self, source: str, package: str):
+        tree = without_docstrings(ast.parse(source))
+        self.statements: dict[str, list[ast.stmt]] = {}
+        #: Name here -> the place; (module, "*") for a module as a whole.
+        self.imports: dict[str, Place] = {}
+        for node in ast.walk(tree):
+            for alias in node.names if isinstance(node, ast.ImportFrom) else []:
+                whole = f"{node.module or package}.{alias.name}"
+                place = (whole, "*") if path_of(whole) else (node.module or package, alias.name)
+                if path_of(place[0]):
+                    self.imports[alias.asname or alias.name] = place
+        for statement in tree.body:
+            for name in _defined(statement):
+                self.statements.setdefault(name, []).append(statement)
+
+
+def _defined(statement: ast.stmt) -> list[str]:
+    """The names that a statement at the top of a module defines; [""] if it does something else."""
+    if isinstance(statement, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        return [statement.name]
+    if isinstance(statement, ast.Import | ast.ImportFrom) or _is_for_types(statement):
+        return []
+    targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+    return [n.id for t in targets if t is not None for n in ast.walk(t) if isinstance(n, ast.Name)] or [""]
+
+
+def _is_for_types(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.If) and getattr(statement.test, "id", "") == "TYPE_CHECKING"
+
+
+@functools.cache
+def load(module: str) -> Module:
+    """A module of this repository."""
+    path = path_of(module)
+    return Module(path.read_text(), module if path.name == "__init__.py" else module.rpartition(".")[0])
+
+
+@functools.cache
+def derived() -> dict[str, list[Place]]:
+    """The classes of the packages of choices, by the names of their bases."""
+    found: dict[str, list[Place]] = {}
+    for package in CHOICES:
+        for path in sorted(path_of(package).parent.glob("*.py")):
+            module = package if path.stem == "__init__" else f"{package}.{path.stem}"
+            for name, (node, *_) in load(module).statements.items():
+                for base in node.bases if isinstance(node, ast.ClassDef) else []:
+                    found.setdefault(getattr(base, "id", ""), []).append((module, name))
+    return found
+
+
+class Reach:
+    """All that some code reaches: `found` has a digest for each place."""
+
+    def __init__(self, source: str, module: str = ""):
+        self.found: dict[Place, str] = {}
+        self._attributes: set[str] = set()
+        self._methods: dict[str, list[tuple[Place, Module, ast.stmt]]] = {}  # not reached so far, by their names
+        self._todo: list[Place] = []
+        own = Module(source, module.rpartition(".")[0])
+        for name, statements in own.statements.items():
+            self._read((module, name), own, statements)
+        while self._todo:
+            self._visit(self._todo.pop())
+
+    def _visit(self, place: Place) -> None:
+        module, name = place
+        if place in self.found or path_of(module) is None:
+            return
+        of = load(module)
+        if name in of.imports:  # handed on, as by a package's __init__
+            source, there = of.imports[name]
+            self._todo.append((source, "" if there == "*" else there))
+        elif name in of.statements:
+            self._read(place, of, of.statements[name])
+            if name and "" in of.statements:
+                self._todo.append((module, ""))
+
+    def _read(self, place: Place, of: Module, statements: list[ast.stmt]) -> None:
+        """Take statements at a place, and queue what they use. Methods wait until something uses their names."""
+        kept: list[ast.AST] = []
+        for statement in statements:
+            if not isinstance(statement, ast.ClassDef):
+                kept.append(statement)
+                continue
+            module, name = place
+            if module.startswith(CHOICES):
+                self._todo += derived().get(name, [])
+            kept += [*statement.bases, *statement.keywords, *statement.decorator_list]
+            for inner in statement.body:
+                method = getattr(inner, "name", "")
+                if not method:
+                    kept.append(inner)
+                elif method.startswith("__") or method in self._attributes:
+                    self._read((module, f"{name}.{method}"), of, [inner])
+                else:
+                    self._methods.setdefault(method, []).append(((module, f"{name}.{method}"), of, inner))
+        self.found[place] = digest(*kept)
+        for node in kept:
+            self._follow(node, of, place[0])
+
+    def _follow(self, node: ast.AST, of: Module, module: str) -> None:
+        for use in used(node):
+            if isinstance(use, ast.ImportFrom):
+                self._todo += [(use.module or "", alias.name) for alias in use.names]
+            elif isinstance(use, ast.Name):
+                place = of.imports.get(use.id, (module, use.id))
+                self._todo += [place] if place[1] != "*" else []
+            else:
+                source, whole = of.imports.get(getattr(use.value, "id", ""), ("", ""))
+                self._todo += [(source, use.attr)] if whole == "*" else []
+                self._attributes.add(use.attr)
+                for waiting in self._methods.pop(use.attr, []):
+                    self._read(waiting[0], waiting[1], [waiting[2]])
+
+
+def of_notebook(path: Path) -> dict[Place, str]:
+    """Digests of a notebook's code cells and of all that they reach."""
+    cells = [c.source for c in nbformat.read(path, as_version=4).cells if c.cell_type == "code"]
+    reach = Reach("\n".join(cells)).found
+    own = [value for (module, _), value in sorted(reach.items()) if not module]
+    return {("cells", "*"): hashlib.sha256(" ".join(own).encode()).hexdigest()} | {
+        place: value for place, value in reach.items() if place[0]
+    }
+
+
+def of_command(module: str) -> dict[Place, str]:
+    """Digests of a module and of all that it reaches."""
+    return Reach(path_of(module).read_text(), module).found
+
+
+def modules_of_training() -> list[str]:
+    """Names of the trainer's module and of all modules that it imports, or finds by name."""
+    todo, found = [TRAINER], set()
+    while todo:
+        name = todo.pop()
+        if name in found or path_of(name) is None:
+            continue
+        found.add(name)
+        if name in CHOICES:
+            todo += [f"{name}.{p.stem}" for p in path_of(name).parent.glob("*.py") if p.stem != "__init__"]
+        todo += [source for source, _ in load(name).imports.values()]
+        todo.append(name.rpartition(".")[0])
+    return sorted(found)
+
+
+def of_training() -> dict[Place, str]:
+    """Digests of whole modules: the trainer's and all that it imports."""
+    trees = {m: without_docstrings(ast.parse(path_of(m).read_text())) for m in modules_of_training()}
+    return {(module, "*"): digest(tree) for module, tree in trees.items()}
+
+
+def main() -> None:
+    """Write the lists of all notebooks and commands, and of nothing else."""
+    found = {path.stem: of_notebook(path) for path in sorted((ROOT / "notebooks").glob("*.ipynb"))}
+    found |= {name: of_command(module) for name, module in COMMANDS.items()} | {"train": of_training()}
+    folder = BUILD / "sources"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for name, reached in found.items():
+        lines = [f"{value}  {module}:{defined}\n" for (module, defined), value in sorted(reached.items())]
+        (folder / f"{name}.txt").write_text("".join(lines))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,287 @@
+"""The public API, as a stranger uses it: their model, their optimizer, their loop."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import lowcomm
+from tests.harness import clean_environment
+
+
+def digest(tensors: list[Tensor]) -> str:
+    """SHA-256 of tensors' bytes."""
+    return hashlib.sha256(b"".join(t.detach().contiguous().numpy().tobytes() for t in tensors)).hexdigest()
+
+
+def llama(seed: int) -> nn.Module:
+    """A small Llama with weights drawn from a seed (threads share torch's own generator)."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=4, num_attention_heads=2, vocab_size=64
+    )
+    model, generator = transformers.LlamaForCausalLM(config), torch.Generator().manual_seed(seed)
+    for p in model.parameters():
+        p.data.copy_(torch.empty(p.shape).normal_(0.0, 0.1, generator=generator))
+    return model
+
+
+def train_llama(world: lowcomm.World, steps: int = 14) -> dict[str, Any]:
+    """A Llama by Streaming DiLoCo in 4 bits with overlap; its losses, bytes and final weights."""
+    model = llama(seed=world.replica)  # replicas begin unlike, but for the broadcast
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    sync = lowcomm.StreamingDiLoCo(model, world, sync_every_steps=6, overlap_steps=1, codec="e3m0", steps=steps)
+    generator, losses = torch.Generator().manual_seed(world.replica), []
+    for _ in range(steps):
+        ids = torch.randint(64, (2, 8), generator=generator)
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        sync.step()
+        losses.append(loss.item())
+    sync.finish()
+    with sync.evaluated():
+        agreed = digest(list(model.parameters()))
+    sent = world.ledger.total(purpose="outer")
+    return {"losses": losses, "agreed": agreed, "sent": sent, "planned": sync.sent_bytes(steps)["outer"]}
+
+
+def test_a_llama_trains_alike_in_threads_and_under_torchrun(tmp_path: Path) -> None:
+    found = lowcomm.run_threads(train_llama, replicas=2)
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tests.test_api", tmp_path]
+    subprocess.run([sys.executable, *map(str, words)], env=clean_environment(), check=True, timeout=240)
+    assert [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)] == found
+    first, second = found
+    assert first["agreed"] == second["agreed"]
+    assert first["losses"] != second["losses"]  # each has data of its own
+    assert first["sent"] == first["planned"] > 0
+
+
+class ConvNet(nn.Module):
+    """Convolutions with batch norm, whose layers are a ModuleList."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(1, 4, 3, padding=1)
+        blocks = (nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()) for _ in range(3))
+        self.layers = nn.ModuleList(blocks)
+        self.head = nn.Linear(4, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x.mean((2, 3)))
+
+
+def images(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Noise, brighter for higher labels."""
+    labels = torch.randint(10, (16,), generator=generator)
+    return torch.randn(16, 1, 8, 8, generator=generator) + labels[:, None, None, None] / 3, labels
+
+
+def test_a_convolutional_network_learns_by_noloco_on_four_replicas() -> None:
+    def work(world: lowcomm.World) -> tuple[list[float], int, int]:
+        model = ConvNet()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        sync = lowcomm.NoLoCo(model, world, sync_every_steps=5, fragments="sequential", layers_per_fragment=1, steps=60)
+        generator, losses = torch.Generator().manual_seed(world.replica), []
+        for _ in range(60):
+            x, labels = images(generator)
+            loss = F.cross_entropy(model(x), labels)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            sync.step()
+            losses.append(loss.item())
+        sync.finish()
+        sent = sum(world.ledger.total(purpose=purpose) for purpose in ("outer", "slow weights"))
+        return losses, sent, sum(sync.sent_bytes(60).values())
+
+    for losses, sent, planned in lowcomm.run_threads(work, replicas=4):
+        assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
+        assert sent == planned
+
+
+def test_muon_trains_inside_diloco() -> None:
+    def work(world: lowcomm.World) -> tuple[float, float, str]:
+        model = nn.Sequential(nn.Linear(8, 32, bias=False), nn.Tanh(), nn.Linear(32, 1, bias=False))
+        optimizer = torch.optim.Muon(model.parameters(), lr=0.02)
+        sync = lowcomm.DiLoCo(model, world, sync_every_steps=5, outer_lr=0.5, outer_momentum=0.3)
+        generator, losses = torch.Generator().manual_seed(world.replica), []
+        for _ in range(40):
+            x = torch.randn(32, 8, generator=generator)
+            loss = F.mse_loss(model(x), x.sum(1, keepdim=True) / 3)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            sync.step()
+            losses.append(loss.item())
+        sync.finish()
+        return losses[0], losses[-1], digest(list(model.parameters()))
+
+    first, second = lowcomm.run_threads(work, replicas=2)
+    assert first[1] < 0.3 * first[0]
+    assert first[2] == second[2]
+
+
+def linear_steps(model: nn.Module, optimizer: torch.optim.Optimizer, sync: lowcomm.LocalUpdates, steps: range) -> None:
+    """Steps of a regression whose data are a function of step and replica."""
+    for step in steps:
+        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(100 * step + sync.world.replica))
+        F.mse_loss(model(x), x[:, :1]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        sync.step()
+
+
+def test_a_killed_loop_resumes_with_a_transfer_in_flight_bit_for_bit() -> None:
+    def begin(world: lowcomm.World) -> tuple[nn.Module, torch.optim.Optimizer, lowcomm.LocalUpdates]:
+        model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
+        settings = {"sync_every_steps": 6, "overlap_steps": 3, "mixing": 0.5, "codec": "e3m0", "layers_per_fragment": 1}
+        sync = lowcomm.StreamingDiLoCo(model, world, **settings)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.01), sync
+
+    def uninterrupted(world: lowcomm.World) -> tuple[str, dict[str, Any]]:
+        model, optimizer, sync = begin(world)
+        linear_steps(model, optimizer, sync, range(7))
+        assert any(f.under_way is not None for f in sync.fragments)  # sent after step 6, due after step 9
+        saved = {"model": model.state_dict(), "inner": optimizer.state_dict(), "sync": sync.state_dict()}
+        saved = torch.load(_through_bytes(saved), weights_only=True)
+        linear_steps(model, optimizer, sync, range(7, 20))
+        sync.finish()
+        return digest(list(model.parameters())), saved
+
+    def resumed(world: lowcomm.World) -> str:
+        model, optimizer, sync = begin(world)
+        state = found[world.replica][1]
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["inner"])
+        sync.load_state_dict(state["sync"])
+        linear_steps(model, optimizer, sync, range(7, 20))
+        sync.finish()
+        return digest(list(model.parameters()))
+
+    found = lowcomm.run_threads(uninterrupted, replicas=2)
+    assert lowcomm.run_threads(resumed, replicas=2) == [weights for weights, _ in found]
+
+
+def _through_bytes(saved: dict[str, Any]) -> Any:
+    import io
+
+    file = io.BytesIO()
+    torch.save(saved, file)
+    file.seek(0)
+    return file
+
+
+def test_replicas_begin_with_the_weights_and_buffers_of_the_first() -> None:
+    def work(world: lowcomm.World) -> tuple[str, str]:
+        model = ConvNet()
+        with torch.no_grad():
+            model.layers[0][1].running_mean.fill_(world.replica)
+        before = digest([*model.parameters(), *model.buffers()])
+        lowcomm.DiLoCo(model, world)
+        return before, digest([*model.parameters(), *model.buffers()])
+
+    (own, first), (other, second) = lowcomm.run_threads(work, replicas=2)
+    assert own == first != other
+    assert second == first
+
+
+def test_what_wants_no_gradient_is_neither_sent_nor_billed() -> None:
+    def work(world: lowcomm.World) -> int:
+        model = nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 2))
+        model[0].requires_grad_(False)
+        sync = lowcomm.DiLoCo(model, world, sync_every_steps=1, broadcast=False)
+        sync.step()
+        return world.ledger.total(axis="replica")
+
+    assert lowcomm.run_threads(work, replicas=2) == [22 * 4, 22 * 4]
+
+
+def test_slices_of_any_mlp_by_pattern() -> None:
+    sliced = ["*.up.weight:0", "*.down.weight:1"]
+
+    def work(world: lowcomm.World) -> tuple[dict[str, tuple[int, ...]], str]:
+        model = nn.Module()
+        model.up, model.down = nn.Linear(6, 8), nn.Linear(8, 6)
+        model = nn.ModuleDict({"mlp": model})
+        trained = lowcomm.slice_parameters(model, world, sliced, 2)
+        optimizer = torch.optim.AdamW(trained.values(), lr=0.01)
+        sync = lowcomm.LocalUpdates(
+            model, world, sync_every_steps=4, trainable="slice", sliced=sliced, slices=2, broadcast=True
+        )
+        for step in range(8):
+            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + world.replica))
+            F.mse_loss(model["mlp"].down(F.relu(model["mlp"].up(x))), x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            sync.step()
+        return {n: tuple(p.shape) for n, p in trained.items()}, digest(list(model.parameters()))
+
+    torch.manual_seed(0)
+    (shapes, first), (_, second) = lowcomm.run_threads(work, replicas=2)
+    assert shapes["mlp.up.weight"] == (4, 6)
+    assert shapes["mlp.down.weight"] == (4, 6)  # stored transposed
+    assert shapes["mlp.up.bias"] == (8,)
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"sync_every": 30}, "no setting of a method is named 'sync_every'; did you mean 'sync_every_steps'"),
+        ({"codec": "e3mo"}, "method.codec = 'e3mo' is not a valid choice; did you mean 'e3m4'"),
+        ({"outer": "adam"}, "method.outer = 'adam' is not a valid choice"),
+        ({"outer_momentum": 1.0}, "method.outer_momentum must be below 1, got 1.0"),
+        ({"peers": "group", "outer": "noloco", "outer_pull": 9.0}, r"outer_pull \(gamma\) = 9.0 must be below"),
+        ({"overlap_steps": 30}, "method.overlap_steps = 30 must be at least 0 and below sync_every_steps = 30"),
+        ({"fragments": "strided"}, "no parameter's name has a number"),
+        ({"fragments": "patterns", "fragment_patterns": ["x.*"]}, "fragment 'x.*' holds no parameter"),
+        ({"sync_every_steps": 1, "fragments": "patterns", "fragment_patterns": ["w*"]}, "too short for 2 fragments"),
+        ({"outer_pull": 0.5}, "method.outer_pull means nothing with method.outer = nesterov"),
+    ],
+)
+def test_clashing_choices_are_refused_at_once(settings: dict[str, Any], message: str) -> None:
+    def work(world: lowcomm.World) -> None:
+        named = {"weight": torch.zeros(3, 3, requires_grad=True), "bias": torch.zeros(3, requires_grad=True)}
+        lowcomm.LocalUpdates(named, world, **settings)
+
+    with pytest.raises(lowcomm.ConfigError, match=message):
+        lowcomm.run_threads(work, replicas=2)
+
+
+def test_alone_it_is_plain_training() -> None:
+    world = lowcomm.world()
+    assert (world.replicas, world.stages) == (1, 1)
+    model = nn.Linear(3, 1)
+    sync = lowcomm.FederatedAveraging(model, world, sync_every_steps=2)
+    before = digest(list(model.parameters()))
+    for _ in range(4):
+        sync.step()
+    sync.finish()
+    assert digest(list(model.parameters())) == before
+    assert world.ledger.total() == 0
+
+
+def test_public_names_are_those_that_are_announced() -> None:
+    assert sorted(lowcomm._PUBLIC) == sorted(lowcomm.__all__)
+    for name in lowcomm.__all__:
+        assert getattr(lowcomm, name).__doc__
+
+
+if __name__ == "__main__":
+    ranks = lowcomm.world()
+    (Path(sys.argv[1]) / f"{ranks.rank}.json").write_text(json.dumps(train_llama(ranks)))
+    ranks.close()
