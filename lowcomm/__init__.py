@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from lowcomm.methods.plan import Plan
     from lowcomm.model.config import ModelConfig
     from lowcomm.model.decoder import Decoder
+    from lowcomm.model.huggingface import load_folder, save_folder
     from lowcomm.settings import ConfigError
 
 #: Public name -> the module that it is in. Imported when asked for, as most need torch, and reading results does not.
@@ -58,7 +59,9 @@ _PUBLIC = {
     "Plan": "methods.plan",
     "StreamingDiLoCo": "methods.named",
     "World": "comm.world",
+    "load_folder": "model.huggingface",
     "run_threads": "comm.start",
+    "save_folder": "model.huggingface",
     "slice_parameters": "methods.partial",
     "world": "comm.start",
 }
@@ -79,7 +82,9 @@ __all__ = [
     "Plan",
     "StreamingDiLoCo",
     "World",
+    "load_folder",
     "run_threads",
+    "save_folder",
     "slice_parameters",
     "world",
 ]
@@ -87,6 +92,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """A public name, imported now."""
+    if name == "transformers":
+        return importlib.import_module("lowcomm.transformers")
     if name not in _PUBLIC:
         raise AttributeError(f"module 'lowcomm' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"lowcomm.{_PUBLIC[name]}"), name)

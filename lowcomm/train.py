@@ -4,7 +4,30 @@
     lowcomm train diloco_m2                                    a thread for each rank
     lowcomm train --list                                       the runs that there are
 
-SIGTERM, or Ctrl-C, lets all ranks finish the same step and write a checkpoint; the same command goes on from it.
+SIGTERM, or Ctrl-C, lets all ranks finish the same step and write a checkpoint; the same command goes on from it. To
+survive a kill too, add --set checkpoint.every_steps=50. A finished run starts anew.
+
+A run's replicas may be pipelines: `stages: 2` cuts the model in two, `train.accumulation` is then the number of
+micro-batches, and `method.route` says whether they keep to their own replica or go through random ones. A run has
+replicas x stages ranks.
+
+On several machines ranks are torchrun's too. Each machine needs this folder and the corpus, prepared at the scale of
+the run (lowcomm prepare), and --out must be a folder that all machines share. Gloo advertises the address to which the
+machine's name resolves; where that is 127.0.0.1, set GLOO_SOCKET_IFNAME to the network's interface.
+
+    torchrun --nnodes 4 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint first-machine:29500 \\
+        -m lowcomm.train together --variant all --scale gpu --set replicas=4 --out /shared/together
+
+Under SLURM, sbatch of
+
+    #!/bin/bash
+    #SBATCH --nodes=4 --ntasks-per-node=1 --gpus-per-node=2 --signal=TERM@120
+    export OMP_NUM_THREADS=1
+    srun .venv/bin/torchrun --nnodes "$SLURM_NNODES" --nproc-per-node 2 --rdzv-backend c10d \\
+        --rdzv-endpoint "$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):29500" \\
+        -m lowcomm.train together --variant all --scale gpu --out /shared/together
+
+writes a checkpoint two minutes before its time is up; the same job, submitted again, goes on from it.
 """
 
 from __future__ import annotations

@@ -318,14 +318,19 @@ def launch_all(
 
 
 def _clear_others(root: Path, times: Path, run: str, own: set[Path]) -> None:
-    """Remove variants and seeds that a run no longer has, and name them; raises LaunchError for another run's."""
-    marks = {*root.rglob("summary.json"), *root.rglob("checkpoints")}
-    others = {mark.parent for mark in marks} - own
-    found = {folder: RunFolder(folder, times / folder.relative_to(root)) for folder in others}
-    named = {folder: summary["run"]["name"] for folder, f in found.items() if (summary := f.read_summary())}
-    if foreign := sorted(str(folder.relative_to(root)) for folder, name in named.items() if name != run):
+    """Remove variants and seeds that a run no longer has, and name them; raises LaunchError for another run's.
+
+    What no summary and no digest of the source says is a run is left alone.
+    """
+    begun = {root / mark.parent.relative_to(times) for mark in times.rglob(RunFolder(root, times).source.name)}
+    others = (begun | {mark.parent for mark in root.rglob("summary.json")}) - own
+    found = {folder: RunFolder(folder, times / folder.relative_to(root)) for folder in others if folder.exists()}
+    named = {folder: (f.read_summary() or {}).get("run", {}).get("name") for folder, f in found.items()}
+    if foreign := sorted(str(folder.relative_to(root)) for folder, name in named.items() if name not in (run, None)):
         raise LaunchError(f"{root} holds runs that are none of {run}'s: {', '.join(foreign)}; choose another folder")
     for gone, folder in found.items():
+        if gone not in begun and named[gone] is None:
+            continue
         print(f"{gone.relative_to(root)} is no variant and seed of {run} any more: removed")
         folder.clear()
         for empty in (gone, gone.parent):

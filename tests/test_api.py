@@ -275,6 +275,18 @@ def test_alone_it_is_plain_training() -> None:
     assert world.ledger.total() == 0
 
 
+def test_the_readme_shows_a_loop_that_runs() -> None:
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    code = readme.split("```python\n")[1].split("```")[0]
+    generator, evaluated = torch.Generator().manual_seed(0), []
+    model = llama(seed=0)
+    ids = [torch.randint(64, (2, 8), generator=generator) for _ in range(35)]
+    loader = [{"input_ids": x, "labels": x} for x in ids]
+    optimizer = torch.optim.AdamW(model.parameters())
+    exec(code, {"model": model, "loader": loader, "optimizer": optimizer, "evaluate": evaluated.append})
+    assert evaluated == [model]
+
+
 def test_public_names_are_those_that_are_announced() -> None:
     assert sorted(lowcomm._PUBLIC) == sorted(lowcomm.__all__)
     for name in lowcomm.__all__:

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from lowcomm.experiment.project import overrides
-from lowcomm.experiment.run_folder import made_with
+from lowcomm.experiment.run_folder import RunFolder
 from lowcomm.settings import ConfigError
 from lowcomm.train import main as train_main
 from pipelines import launch as launching
-from pipelines.launch import LaunchError, _digest, _Tail, curve_svg, launch, launch_all
+from pipelines.launch import LaunchError, _clear_others, _digest, _Tail, curve_svg, launch, launch_all
 from pipelines.project import run_points
 from tests.conftest import command_line, settings_of, small_run
 from tests.harness import clean_environment, torchrun_command
@@ -55,7 +55,7 @@ def test_a_failing_rank_fails_the_launch_with_its_message(tmp_path: Path) -> Non
 
 def test_ranks_stop_when_their_launcher_is_killed(corpus: Path, tmp_path: Path) -> None:
     code = (
-        "from pathlib import Path; from lowcomm.launch import launch;"
+        "from pathlib import Path; from pipelines.launch import launch;"
         f"launch('diloco_m2', scale='smoke', settings={SETTINGS} + ['train.steps=100000'],"
         f"out=Path({str(tmp_path / 'out')!r}), times=Path({str(tmp_path / 'times')!r}), data=Path({str(corpus)!r}))"
     )
@@ -79,14 +79,15 @@ def test_ranks_stop_when_their_launcher_is_killed(corpus: Path, tmp_path: Path) 
 def test_a_run_made_by_other_source_starts_over(corpus: Path, tmp_path: Path, capsys) -> None:
     out, times = tmp_path / "out", tmp_path / "times"
     (out / "checkpoints").mkdir(parents=True)
-    (out / "source.sha256").write_text("another")
+    times.mkdir()
+    (times / "source.sha256").write_text("another")
     launch("diloco_m2", scale="smoke", settings=SETTINGS, out=out, times=times, data=corpus)
     assert "the source has changed since its checkpoint was written; starting over" in capsys.readouterr().out
 
 
 def test_a_folder_that_holds_other_things_is_left_alone(corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(LaunchError, match="holds thesis.tex, which no run puts there: choose another folder"):
+    with pytest.raises(LaunchError, match="holds thesis.tex, which no run puts there: choose another one"):
         launch("diloco_m2", scale="smoke", settings=SETTINGS, out=tmp_path, times=tmp_path.with_name("t"), data=corpus)
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
 
@@ -103,7 +104,7 @@ def test_a_sweep_is_trained_whole_and_goes_on_where_it_was_interrupted(corpus: P
         data = ["data.corpus=docstrings"]
         return launch_all("overtraining_streaming", scale="smoke", settings=SWEEP + data, out=out, data=corpus)
 
-    out = tmp_path / "out"
+    out, times = tmp_path / "out", tmp_path / "out-times"
     first = launched()
     assert [s["run"]["variant"] for s in first] == NAMES
     assert [s["run"]["replicas"] for s in first] == [2, 2, 2, 4, 4, 4]
@@ -115,19 +116,43 @@ def test_a_sweep_is_trained_whole_and_goes_on_where_it_was_interrupted(corpus: P
     card = hashlib.sha256((corpus / "card.json").read_bytes()).hexdigest()
     settings = overrides([*SWEEP, "data.corpus=docstrings"])
     points = [p for p in run_points("overtraining_streaming", scale="smoke", **settings) if p.variant != NAMES[2]]
-    (out / "unfinished").write_text("".join(f"{made_with(kept)} {card} {_digest(p)}\n" for p in points))
+    source = RunFolder(kept, times / NAMES[5] / "seed0").made_with
+    assert source
+    (times / "unfinished").write_text("".join(f"{source} {card} {_digest(p)}\n" for p in points))
     (changed / "summary.json").unlink()
     (changed / "checkpoints" / "step-00000004").mkdir(parents=True)
-    (other / "source.sha256").write_text("another")
+    (times / other.relative_to(out) / "source.sha256").write_text("another")
     (gone / "summary.json").unlink()
-    left = out / "m2_budget_3" / "seed0"
-    left.mkdir(parents=True)
-    (left / "source.sha256").write_text("of a variant that is no more")
+    for folder in (out, times):
+        (folder / "m2_budget_3" / "seed0").mkdir(parents=True)
+    (times / "m2_budget_3" / "seed0" / "source.sha256").write_text("of a variant that is no more")
     before = {n: (out / n / "seed0" / "summary.json").stat().st_mtime_ns for n in NAMES if n not in NAMES[1:3]}
     assert launched() == first
     after = {n: (out / n / "seed0" / "summary.json").stat().st_mtime_ns for n in NAMES}
     assert [n for n in before if after[n] == before[n]] == NAMES[3:]
     assert sorted(p.name for p in out.iterdir()) == sorted(NAMES)
+    assert not (times / "unfinished").exists()
+
+
+def test_only_what_runs_have_left_is_removed(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Folders that are called as a run's may be anybody's: a summary of the run, or its digest, must say whose."""
+    root, times = tmp_path / "out", tmp_path / "out-times"
+    old, begun, own, other = (root / name / "seed0" for name in ("old", "begun", "own", "another_tool"))
+    for folder in (old, begun, own, other):
+        for inner in ("metrics", "checkpoints"):
+            (folder / inner).mkdir(parents=True)
+    for folder in (old, own):
+        (folder / "summary.json").write_text('{"run": {"name": "diloco_m2"}}')
+    (other / "summary.json").write_text('{"accuracy": 1.0}')
+    for folder in (begun, own, root / "gone"):
+        (mark := times / folder.relative_to(root) / "source.sha256").parent.mkdir(parents=True)
+        mark.write_text("a digest")
+    _clear_others(root, times, "diloco_m2", {own})
+    assert sorted(p.name for p in root.iterdir()) == ["another_tool", "own"]
+    assert all((other / name).exists() for name in ("metrics", "checkpoints", "summary.json"))
+    assert sorted(capsys.readouterr().out.splitlines()) == [
+        f"{name}/seed0 is no variant and seed of diloco_m2 any more: removed" for name in ("begun", "old")
+    ]
 
 
 def _budgets(out: Path, corpus: Path, *settings: str) -> list[dict]:
@@ -142,7 +167,7 @@ def test_runs_side_by_side_are_those_of_one_after_the_other(
     monkeypatch.setattr(launching, "_side_by_side", lambda ranks: 2)
     together = _budgets(tmp_path / "two", corpus)
     assert [s["run"]["variant"] for s in together] == ["budget_1", "budget_2", "budget_4"]
-    logs = sorted(p.name for p in (tmp_path / "two-log").iterdir())
+    logs = sorted(p.name for p in (tmp_path / "two-times").glob("log*"))
     assert logs == ["log-1-0.txt", "log-1-1.txt"]
     monkeypatch.setattr(launching, "_side_by_side", lambda ranks: 1)
     assert _budgets(tmp_path / "one", corpus) == together
@@ -160,7 +185,7 @@ def test_where_one_of_two_fails_the_other_keeps_its_checkpoint(
     assert not (tmp_path / "out" / "budget_4" / "seed0" / "summary.json").exists()
     begun = (tmp_path / "out" / "budget_1" / "seed0" / "metrics").exists()
     assert begun == bool(list((tmp_path / "out" / "budget_1" / "seed0").glob("checkpoints/step-????????")))
-    assert "forcefully" not in (tmp_path / "out-log" / "log-1-0.txt").read_text()
+    assert "forcefully" not in (times / "log-1-0.txt").read_text()
 
 
 @pytest.mark.parametrize("part", ["2/2", "1", "-1/2", "0/0"])
@@ -184,7 +209,7 @@ def test_ranks_that_are_told_through_the_launcher_end_at_once(number: int, corpu
     log = tmp_path / "log.txt"
     with log.open("w") as file:
         child = subprocess.Popen(
-            [sys.executable, "-m", "lowcomm.forked", "2", *words],
+            [sys.executable, "-m", "pipelines.forked", "2", *words],
             env=clean_environment(),
             stderr=file,
             start_new_session=True,
@@ -208,7 +233,8 @@ def test_a_stop_ends_a_sweep_between_its_points_too(corpus: Path, tmp_path: Path
         time.sleep(0.01)
     child.send_signal(signal.SIGTERM)
     child.wait(60)
-    begun = [n for n in NAMES[:3] if (tmp_path / n / "seed0" / "source.sha256").exists()]
+    times = RunFolder.beside(tmp_path).times
+    begun = [n for n in NAMES[:3] if (times / n / "seed0" / "source.sha256").exists()]
     assert len(begun) < 3
     for name in begun:  # complete, or a checkpoint to go on from
         folder = tmp_path / name / "seed0"

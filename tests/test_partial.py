@@ -26,7 +26,7 @@ from lowcomm.methods.local_updates import LocalUpdates
 from lowcomm.methods.outer_state import flatten
 from lowcomm.methods.partial import SlicedLinear, detach_others, pieces, train_slice
 from lowcomm.methods.routing import random_slice
-from lowcomm.model.accounting import memory, parameters, trained_parameters, training_flops
+from lowcomm.model.accounting import memory, parameter_shapes, parameters, trained_parameters, training_flops
 from lowcomm.model.config import ModelConfig
 from lowcomm.model.decoder import MLP, Decoder
 from lowcomm.settings import ConfigError
@@ -45,7 +45,7 @@ def sliced_run(**override: Any) -> RunConfig:
 
 def sliced_model(config: ModelConfig, sliced: tuple[str, ...], slices: int, own: int) -> tuple[Decoder, dict, list]:
     model = Decoder(config).initialise(0)
-    parts = pieces(model, config.layers, sliced, slices)
+    parts = pieces(parameter_shapes(config), sliced, slices, config.layers)
     return model, train_slice(model, parts, own), parts
 
 
@@ -298,17 +298,26 @@ def test_a_run_takes_the_steps_of_algorithm_1(
     config = sliced_run(method={"sliced": sliced, "outer": "nesterov", "outer_lr": 0.4, "outer_momentum": 0.9})
     fast: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
     outer: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
-    plain = LocalUpdates.after_step
+    plain_step, plain_finish = LocalUpdates.step, LocalUpdates.finish
 
-    def after_step(self: LocalUpdates, step: int) -> dict[str, float]:
-        fast[self.world.replica, step] = {n: p.detach().double() for n, p in self.named.items()}
-        logged = plain(self, step)
-        outer[self.world.replica, step] = {n: w.double() for n, w in self.weights().items()}
+    def show(self: LocalUpdates) -> None:
+        outer[self.world.replica, self.steps_done] = {n: w.double() for n, w in self.weights().items()}
+
+    def step(self: LocalUpdates) -> dict[str, float]:
+        fast[self.world.replica, self.steps_done + 1] = {n: p.detach().double() for n, p in self.named.items()}
+        logged = plain_step(self)
+        show(self)
         return logged
 
-    monkeypatch.setattr(LocalUpdates, "after_step", after_step)
+    def finish(self: LocalUpdates) -> dict[str, float]:
+        logged = plain_finish(self)
+        show(self)
+        return logged
+
+    monkeypatch.setattr(LocalUpdates, "step", step)
+    monkeypatch.setattr(LocalUpdates, "finish", finish)
     train_in_threads(config, corpus, tmp_path)
-    parts = pieces(Decoder(config.model), config.model.layers, sliced, 2)
+    parts = pieces(parameter_shapes(config.model), sliced, 2, config.model.layers)
     theta = outer[0, 1]
     momentum = {n: torch.zeros_like(v) for n, v in theta.items()}
     for step in (4, 8, 12):
@@ -439,14 +448,15 @@ def test_memory_is_what_is_alive_after_a_step(sliced: tuple[str, ...], corpus: P
 _PEAK = """
 import sys
 import torch
-from lowcomm.model import Decoder
-from lowcomm.shape import ModelConfig
-from lowcomm.partial import pieces, train_slice
+from lowcomm.methods.partial import pieces, train_slice
+from lowcomm.model.accounting import parameter_shapes
+from lowcomm.model.config import ModelConfig
+from lowcomm.model.decoder import Decoder
 torch.set_num_threads(1)
 config = ModelConfig(dim=512, layers=20, heads=8, ffn_dim=4096, vocab_size=64, seq_len=16, mlp="relu")
 sliced, slices = sys.argv[1].split("+") if sys.argv[1] else [], int(sys.argv[2])
 model = Decoder(config).initialise(0)
-trained = train_slice(model, pieces(model, config.layers, sliced, slices), 0)
+trained = train_slice(model, pieces(parameter_shapes(config), sliced, slices, config.layers), 0)
 optimizer = torch.optim.AdamW(trained.values(), fused=True)
 for _ in range(2):
     model.losses(torch.zeros(1, 16, dtype=torch.long), torch.zeros(1, 16, dtype=torch.long))[0].backward()
@@ -484,7 +494,10 @@ def test_peak_resident_memory_falls_as_predicted() -> None:
         ({"method": {"slices": 3}}, "method.slices = 3 does not divide replicas = 4"),
         ({"method": {"slices": 4, "sliced": ["heads"]}}, "method.slices = 4 does not divide model.heads = 2"),
         ({"method": {"slices": 4, "sliced": ["layers"]}}, "method.slices = 4 does not divide model.layers = 2"),
-        ({"model": {"ffn_dim": 33}}, "method.slices = 2 does not divide model.ffn_dim = 33"),
+        (
+            {"model": {"ffn_dim": 33}},
+            r"method.slices = 2 does not divide blocks.0.mlp.up.weight of shape \(33, 16\) along dimension 0",
+        ),
         ({"method": {"sliced": []}}, r"method.sliced = \[\] must name what is sliced"),
         ({"method": {"sliced": ["mlp", "layers"]}}, r"must name what is sliced, once: mlp or layers"),
         ({"method": {"trainable": "all"}}, "method.slices means nothing with method.trainable = all"),
@@ -499,6 +512,48 @@ def test_peak_resident_memory_falls_as_predicted() -> None:
 def test_settings_that_cannot_work_are_refused(override: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         sliced_run(**override)
+
+
+#: Names and shapes of a model of others, four layers of it.
+FOREIGN = {
+    f"model.layers.{i}.{name}.weight": shape
+    for i in range(4)
+    for name, shape in (("self_attn.o_proj", (8, 8)), ("mlp.up_proj", (16, 8)), ("mlp.down_proj", (8, 16)))
+}
+
+
+def test_slices_of_other_models_are_named_by_patterns() -> None:
+    parts = pieces(FOREIGN, ["*.up_proj.weight:0", "*.down_proj.weight:1"], 4, 4)
+    for name, shape in FOREIGN.items():
+        found = [p for p in parts if p.parameter == name]
+        if ".mlp." not in name:
+            assert [(p.shape, p.owner, p.whole) for p in found] == [(shape, None, True)]
+            continue
+        dim = int("down" in name)
+        assert [(p.owner, p.dim, p.begin, p.end) for p in found] == [(i, dim, 4 * i, 4 * i + 4) for i in range(4)]
+        x = torch.arange(128.0).view(shape)
+        assert torch.equal(torch.cat([p.of(x) for p in found], dim), x)
+        assert [p.of(x).shape for p in found] == [p.shape for p in found]
+
+
+def test_layers_of_other_models_are_slices_too() -> None:
+    owners = {p.parameter: p.owner for p in pieces(FOREIGN, ["layers"], 2, 4)}
+    assert owners == {n: int(n.split(".")[2]) // 2 if ".mlp." in n else None for n in FOREIGN}
+
+
+@pytest.mark.parametrize(
+    ("sliced", "message"),
+    [
+        (["*.up_proj.weight"], "method.sliced names '.*up_proj.weight': it must be one of mlp, heads, out, layers"),
+        (["*.up_proj.weight:2"], "or PATTERN:DIMENSION with a shell pattern"),
+        (["*.upproj.weight:0"], r"method.sliced names '\*.upproj.weight:0', which matches no parameter"),
+        (["layers"], "method.slices = 3 does not divide model.layers = 4"),
+        (["*.up_proj.weight:0"], r"slices = 3 does not divide .*0.mlp.up_proj.weight of shape \(16, 8\) along dim"),
+    ],
+)
+def test_slices_that_names_do_not_give_are_refused(sliced: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        pieces(FOREIGN, sliced, 3, 4)
 
 
 def test_sliced_layers_keep_name_and_shape() -> None:

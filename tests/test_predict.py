@@ -9,22 +9,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lowcomm.cost.blank import kinds_of_stage, layers_of
 
 from lowcomm.comm.shares import mean_bytes
 from lowcomm.comm.wire import Span
 from lowcomm.cost.footprint import activation_bytes, node_bytes, stage_memory
 from lowcomm.cost.latency import blocking, expected_max, pair_seconds, sigma_of, uneven
-from lowcomm.cost.predict import Links, message_bytes, predict, sent_per_step, stage_flops, turns
+from lowcomm.cost.predict import Links, kinds_of_stage, message_bytes, predict, sent_per_step, stage_flops, turns
 from lowcomm.cost.replay import read_traces, replay, window
 from lowcomm.experiment.config import RunConfig
-from lowcomm.experiment.run_folder import read_metrics
+from lowcomm.experiment.run_folder import RunFolder, read_metrics
 from lowcomm.experiment.train import train_in_threads
 from lowcomm.experiment.trainer import Trainer
 from lowcomm.methods.local_updates import LocalUpdates
 from lowcomm.methods.pipeline import bubble
 from lowcomm.methods.streaming import Schedule
 from lowcomm.model.accounting import forward_flops, training_flops
+from lowcomm.model.config import stage_layers
 from lowcomm.model.decoder import Decoder
 from pipelines.live import Live
 from tests.conftest import small_run
@@ -102,6 +102,9 @@ def test_who_meets_more_often_waits_longer() -> None:
 
 
 def test_stages_that_differ_are_counted_apart() -> None:
+    def layers_of(config: RunConfig, stage: int) -> int:
+        return len(stage_layers(config.model.layers, config.stages, stage))
+
     config = _run("diloco", stages=3, model={"layers": 7})
     assert [layers_of(config, s) for s in range(3)] == [2, 2, 3]
     assert kinds_of_stage(config) == {0: 1, 1: 1, 2: 1}
@@ -152,7 +155,8 @@ def test_bytes_are_the_ledgers(name: str, corpus: Path, tmp_path: Path) -> None:
         schedule = Schedule(len(parts), h)
         for index, part in enumerate(parts):
             had = schedule.turns_of(index, t.steps)
-            total += config.replicas * (had * part.outer + (had - 1) * part.slow_weights)
+            slow = part["slow weights"].mean if "slow weights" in part else 0
+            total += config.replicas * (had * part["outer"].mean + (had - 1) * slow)
     assert sum(by_rank) == pytest.approx(total)
 
 
@@ -164,7 +168,7 @@ def test_memory_is_what_a_trainer_holds(name: str, corpus: Path, tmp_path: Path)
         engine, outer = trainer.engine, [0]
         if isinstance(engine, LocalUpdates):
             held = [f.resident + (f.peers is not None) * 4 * f.numel for f in engine.fragments]
-            fetched = max(4 * f.numel * len(f.state()) for f in engine.fragments)
+            fetched = max(4 * f.numel * len(f._state.names) for f in engine.fragments)
             outer = [sum(held) + (fetched if config.method.offload_outer else 0)]
         weights = sum(4 * p.numel() for p in trainer.model.parameters())
         kept = trainer.optimizer.state.values()
@@ -248,7 +252,7 @@ def test_flops_of_stages_are_those_of_the_whole() -> None:
 def test_a_slow_link_is_predicted_as_its_replay(name: str, corpus: Path, tmp_path: Path) -> None:
     """At 10 kbit/s computing is next to nothing, so the machine's speed decides nothing. Rounds from 3 to 10, of 11."""
     config = _run(name, steps=44, comm={"trace": True})
-    train_in_threads(config, corpus, tmp_path / "run", tmp_path / "times")
+    train_in_threads(config, corpus, RunFolder(tmp_path / "run", tmp_path / "times"))
     assert read_metrics(tmp_path / "run" / "metrics" / "rank-000.jsonl")
     spans = window(read_traces(tmp_path / "times"), 9, 40)
     again = float(replay(spans, 1e-5).seconds) / 32
@@ -280,7 +284,7 @@ def test_computing_is_that_of_one_step_where_few_steps_send() -> None:
 def test_a_live_run_is_predicted_as_its_replay(name: str, corpus: Path, tmp_path: Path) -> None:
     """From its computing alone, over links of any rate, this machine's computing being what it is."""
     config = _run(name, steps=44, comm={"trace": True})
-    train_in_threads(config, corpus, tmp_path / "run", tmp_path / "times")
+    train_in_threads(config, corpus, RunFolder(tmp_path / "run", tmp_path / "times"))
     traces = read_traces(tmp_path / "times")
     live = Live(config, window(traces, 9, 40), 32)
     compute, stragglers = live.computing()

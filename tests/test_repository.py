@@ -17,7 +17,7 @@ import yaml
 from lowcomm.settings import ConfigError
 from pipelines import staleness
 from pipelines.clean import cleaned
-from pipelines.index import BEGIN, END, FAMILIES, family, index, minutes, readme_block, stages, with_block
+from pipelines.index import BEGIN, END, FAMILIES, family, index, minutes, readme_block, stages, with_blocks
 from pipelines.project import ROOT, load_params
 from pipelines.report import paper
 from pipelines.run_notebook import check_parameters
@@ -196,7 +196,7 @@ def test_readme_and_index_show_the_results() -> None:
     readme = (ROOT / "README.md").read_text()
     assert BEGIN in readme
     assert END in readme
-    assert with_block(readme) == readme
+    assert with_blocks(readme) == readme
     assert "All four papers" in readme_block()
 
 

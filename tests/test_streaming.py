@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from lowcomm.experiment.train import train, train_in_threads
 from lowcomm.experiment.trainer import Trainer
 from lowcomm.methods.config import MethodConfig
 from lowcomm.methods.outer_state import flatten
-from lowcomm.methods.plan import Plan
+from lowcomm.methods.plan import Plan, layer_of
 from lowcomm.methods.streaming import Schedule, layer_fragments
 from lowcomm.model.accounting import parameter_shapes
 from lowcomm.model.config import stage_layers
@@ -138,6 +139,131 @@ def test_parameter_fragments_are_disjoint_and_cover_the_model(pattern: str, size
         assert len(fragments) == -(-5 // size) + 1
         for layers, found in zip(layer_fragments(5, size, pattern), fragments, strict=False):
             assert found == [n for n in names if n.startswith(tuple(f"blocks.{i}." for i in layers))]
+
+
+# Models of others, by the names of their parameters
+
+
+def _llama(layers: int, first: int = 0) -> dict[str, tuple[int, ...]]:
+    """Names and shapes as of Hugging Face's Llama; layers from `first` on."""
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (50, 8)}
+    for i in range(first, first + layers):
+        layer = f"model.layers.{i}"
+        shapes |= {f"{layer}.self_attn.{m}_proj.weight": (8, 8) for m in "qkvo"}
+        shapes |= {f"{layer}.mlp.{m}_proj.weight": (16, 8) for m in ("gate", "up")}
+        shapes |= {f"{layer}.mlp.down_proj.weight": (8, 16), f"{layer}.input_layernorm.weight": (8,)}
+    return shapes | {"model.norm.weight": (8,), "lm_head.weight": (50, 8)}
+
+
+def _gpt2(layers: int) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {"transformer.wte.weight": (50, 8), "transformer.wpe.weight": (16, 8)}
+    for i in range(layers):
+        layer = f"transformer.h.{i}"
+        shapes |= {f"{layer}.ln_1.weight": (8,), f"{layer}.ln_1.bias": (8,)}
+        shapes |= {f"{layer}.attn.c_attn.weight": (8, 24), f"{layer}.attn.c_attn.bias": (24,)}
+        shapes |= {f"{layer}.mlp.c_fc.weight": (8, 32), f"{layer}.mlp.c_proj.weight": (32, 8)}
+    return shapes | {"transformer.ln_f.weight": (8,)}
+
+
+def _experts(layers: int) -> dict[str, tuple[int, ...]]:
+    """Numbers within layers, and a smaller numbered container before them."""
+    stem = {f"stem.{i}.weight": (8, 8) for i in range(3)}
+    names = itertools.product(range(layers), range(4))
+    return stem | {f"model.layers.{i}.mlp.experts.{e}.weight": (16, 8) for i, e in names}
+
+
+def _sequential(layers: int) -> dict[str, tuple[int, ...]]:
+    return {f"{2 * i}.{what}": shape for i in range(layers) for what, shape in (("weight", (8, 8)), ("bias", (8,)))}
+
+
+FOREIGN = {
+    "llama": (_llama(12), "model.layers.{}.", range(12)),
+    "llama, layers 4 to 8": (_llama(5, first=4), "model.layers.{}.", range(4, 9)),
+    "gpt2": (_gpt2(11), "transformer.h.{}.", range(11)),
+    "experts": (_experts(6), "model.layers.{}.", range(6)),
+    "nn.Sequential": (_sequential(4), "{}.", range(0, 8, 2)),
+}
+
+
+@pytest.mark.parametrize(("shapes", "prefix", "numbers"), FOREIGN.values(), ids=FOREIGN.keys())
+@pytest.mark.parametrize("pattern", ["sequential", "strided"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_layers_of_any_model_are_found_by_name(
+    shapes: dict[str, tuple[int, ...]], prefix: str, numbers: range, pattern: str, size: int
+) -> None:
+    """Numbered containers, the largest of them; what is in none comes last, and everything once."""
+    layers = {n: i for i in numbers for n in shapes if n.startswith(prefix.format(i))}
+    assert layer_of(shapes) == layers
+    plan = Plan(shapes, _method(pattern, size), 2)
+    expected = [
+        [n for n in shapes if n in layers and numbers.index(layers[n]) in group]
+        for group in layer_fragments(len(numbers), size, pattern)
+    ]
+    rest = [n for n in shapes if n not in layers]
+    assert _names(plan) == expected + [rest] * bool(rest)
+    for fragment, names in zip(plan.fragments, _names(plan), strict=True):
+        assert fragment.numel == sum(math.prod(shapes[n]) for n in names)
+        assert [piece.shape for piece in fragment.pieces] == [shapes[n] for n in names]
+        assert [list(owners) for _, owners in fragment.sections] == [[0, 1]]
+    schedule = Schedule(len(plan.fragments), 20)
+    assert [plan.turns(t) for t in range(1, 60)] == [schedule.turns(t) for t in range(1, 60)]
+
+
+@pytest.mark.parametrize("shapes", [_llama(4), _gpt2(3)], ids=["llama", "gpt2"])
+def test_a_whole_model_of_others_is_one_fragment(shapes: dict[str, tuple[int, ...]]) -> None:
+    assert _names(Plan(shapes, _method("whole"), 2)) == [list(shapes)]
+
+
+def test_fragments_by_patterns_of_names() -> None:
+    """A parameter is of the first pattern that it matches; what matches none comes last, if there is any."""
+    shapes = _llama(3)
+
+    def names(*patterns: str) -> list[list[str]]:
+        return _names(Plan(shapes, _method("patterns", fragment_patterns=patterns), 2))
+
+    attention = [n for n in shapes if ".self_attn." in n]
+    mlp = [n for n in shapes if ".mlp." in n]
+    others = [n for n in shapes if n not in attention + mlp]
+    assert names("*.self_attn.*", "*.mlp.*") == [attention, mlp, others]
+    assert names("*.mlp.*", "*.layers.*", "*") == [
+        mlp,
+        [n for n in shapes if ".layers." in n and n not in mlp],
+        ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"],
+    ]
+    assert names("*") == [list(shapes)]
+    head = ["lm_head.weight"]
+    assert names("lm_head.*") == [head, [n for n in shapes if n not in head]]
+    assert names("model.layers.[02].*")[0] == [
+        n for n in shapes if n.startswith(("model.layers.0.", "model.layers.2."))
+    ]
+    one_model = Plan(parameter_shapes(small_run().model), _method("patterns", fragment_patterns=("blocks.*",)), 2)
+    assert _names(one_model)[1] == ["embedding.weight", "norm.weight", "head.weight"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"fragments": "strided"}, "method.fragments = strided needs layers in a numbered container .* no parameter's"),
+        (
+            {"fragments": "patterns"},
+            "method.fragments = patterns needs method.fragment_patterns: one for each fragment",
+        ),
+        ({"fragments": "patterns", "fragment_patterns": ("*", "b*")}, r"fragment 'b\*' holds no parameter"),
+        ({"fragment_patterns": ("*",)}, "method.fragment_patterns means nothing with method.fragments = whole"),
+        (
+            {"fragments": "patterns", "fragment_patterns": ("*",), "layers_per_fragment": 1},
+            "method.layers_per_fragment means nothing with method.fragments = patterns",
+        ),
+        (
+            {"fragments": "patterns", "fragment_patterns": ("w*",), "sync_every_steps": 1},
+            "method.sync_every_steps = 1 is too short for 2 fragments",
+        ),
+    ],
+)
+def test_fragments_that_names_do_not_give_are_refused(settings: dict[str, Any], message: str) -> None:
+    method = MethodConfig("parameters", **{"sync_every_steps": 20} | settings)
+    with pytest.raises(ConfigError, match=message):
+        Plan({"weight": (3, 4), "bias": (3,)}, method, 2)
 
 
 @pytest.mark.parametrize(("fragments", "h", "steps"), [(1, 4, 12), (1, 5, 12), (3, 4, 12), (3, 5, 23), (4, 4, 3)])
@@ -406,7 +532,10 @@ def test_the_peak_of_a_step_falls_by_the_fragments_share(corpus: Path, tmp_path:
             {"fragments": "strided", "layers_per_fragment": 1, "sync_every_steps": 9, "close_last_round": False},
             "train.steps = 12 end before the last of 3 fragments has its first turn, at step 15",
         ),
-        ({"codec": "topk", "codec_keep": 1.5}, "method.codec_keep = 1.5 is a share of the values: above 0 and at most 1"),
+        (
+            {"codec": "topk", "codec_keep": 1.5},
+            "method.codec_keep = 1.5 is a share of the values: above 0 and at most 1",
+        ),
         ({"trainable": "next_fragment"}, "trainable = next_fragment means nothing with method.fragments = whole"),
         ({"codec": "e3m5"}, "method.codec = 'e3m5' is not a valid choice"),
     ],

@@ -174,7 +174,7 @@ class World:
         return state.submit(named, purpose, agreed, mean.over, members=members, lane=lane)
 
     def reduce_scatter(self, x: Tensor, *, purpose: str, axis: Axis = "replica") -> Tensor:
-        """The sum over the axis of this rank's share of flat `x` (`accounting.shares`). `x` is scratch after."""
+        """The sum over the axis of this rank's share of flat `x` (`shares.shares`). `x` is scratch after."""
         state = self._axes[axis]
         self._check_summable(x)
         if state.size == 1:

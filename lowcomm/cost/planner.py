@@ -3,7 +3,7 @@
     lowcomm plan --nodes 8 --memory-gb 24 --mbit-per-s 100 --latency-ms 40 --model partial_updates/1.3b
 
 A configuration is a grid of replicas x stages and a method: gradients exchanged, or local updates with any of streaming
-(fragments, overlap, 4 bits), pairs, slices; with stages, a dense boundary or a subspace. What `rules` refuses, and what
+(fragments, overlap, 4 bits), pairs, slices; with stages, a dense boundary or a subspace. What settings refuse, and what
 does not fit into memory, is left out. Time and bytes are `predict`'s, memory is `footprint`'s.
 
 Loss is not predicted: it is what runs measured of each ingredient (`ingredients`), turned into the tokens, and so the

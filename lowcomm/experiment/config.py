@@ -63,6 +63,7 @@ class TrainConfig:
     warmup_steps: int = number(at_least=0)
     eval_every: int = number(at_least=0)  # 0: only at the end
     eval_sequences: int = number(at_least=1)
+    weights: str = ""  # a Hugging Face folder of a Llama or Qwen3 to begin with; "": drawn from the seed
     optimizer: Literal["adamw", "sgd"] = "adamw"
     decay: Literal["cosine", "linear", "constant"] = "cosine"
     final_lr_fraction: float = number(0.05, at_least=0)

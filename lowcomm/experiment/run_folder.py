@@ -139,7 +139,7 @@ class RunFolder:
             shutil.rmtree(folder, ignore_errors=True)
         left = (self.summary, self.out / "summary.tmp", self.model, self.source)
         for file in (*left, *self.times.glob("trace-*.jsonl")):
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 file.unlink()
 
     def read(self) -> dict[str, Any] | None:

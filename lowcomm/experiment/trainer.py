@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import math
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from lowcomm.methods.routing import random_slice
 from lowcomm.methods.subspace import RowAdamW, Subspace, Unconstrained
 from lowcomm.model.accounting import parameter_shapes
 from lowcomm.model.decoder import Decoder
+from lowcomm.model.huggingface import load_folder
 from lowcomm.model.spectrum import stable_ranks
 from lowcomm.settings import ConfigError
 
@@ -58,6 +60,23 @@ def inner_optimizer(
     return torch.optim.AdamW(groups, lr=t.lr, betas=(t.beta1, t.beta2), eps=t.eps, fused=fused)
 
 
+def initial_model(config: RunConfig) -> Decoder:
+    """The whole model as training begins: drawn from the seed, or with the weights of a Hugging Face folder.
+
+    Raises ConfigError where the folder cannot be read, or holds another model than the configuration says.
+    """
+    if not config.train.weights:
+        return Decoder(config.model, config.constraint).initialise(config.seed)
+    model = load_folder(Path(config.train.weights), constraint=config.constraint, seed=config.seed)
+    there, wanted = dataclasses.asdict(model.config), dataclasses.asdict(config.model)
+    for key in wanted.keys() - {"seq_len"}:
+        if there[key] != wanted[key]:
+            raise ConfigError(
+                f"model.{key} = {wanted[key]}, but train.weights = {config.train.weights} has {there[key]}"
+            )
+    return model
+
+
 def _below(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """What is named below a prefix, by the rest of the name."""
     return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
@@ -87,8 +106,7 @@ class Trainer:
         if world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(world.device)
         m, t = config.method, config.train
-        self.model = Decoder(config.model, config.constraint).initialise(config.seed).cut(world.stage, world.stages)
-        self.model.to(world.device)
+        self.model = initial_model(config).cut(world.stage, world.stages).to(world.device)
         self.model.recompute = t.recompute
         sliced: dict[str, Tensor] = {}
         self.slice = world.replica % m.slices

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -44,6 +45,8 @@ _DIMENSION: dict[str, dict[str, int]] = {
     "heads": {"attention.q.weight": 0, "attention.k.weight": 0, "attention.v.weight": 0},
     "out": {"attention.out.weight": 1},
 }
+#: A parameter of a layer's MLP, with the layer's number: "blocks.3.mlp.up.weight".
+_MLP_OF_LAYER = re.compile(r"(?:^|\.)(\d+)\.mlp\.")
 
 
 @dataclass(frozen=True)
@@ -113,6 +116,8 @@ def pieces(shapes: Mapping[str, Sequence[int]], sliced: Sequence[str], slices: i
     Raises ConfigError where slices would be unequal.
     """
     found, cut = [], dimensions(sliced, list(shapes))
+    if "layers" in sliced and layers % slices:
+        raise ConfigError(f"method.slices = {slices} does not divide model.layers = {layers}")
     for name, shape in shapes.items():
         shape = tuple(shape)
         if (dim := cut.get(name)) is not None:
@@ -123,8 +128,8 @@ def pieces(shapes: Mapping[str, Sequence[int]], sliced: Sequence[str], slices: i
                 )
             part = (*shape[:dim], size, *shape[dim + 1 :])
             found += [Piece(name, part, i, dim, i * size, slices == 1) for i in range(slices)]
-        elif "layers" in sliced and ".mlp." in name:
-            found.append(Piece(name, shape, int(name.split(".")[1]) * slices // layers))
+        elif "layers" in sliced and (layer := _MLP_OF_LAYER.search(name)):
+            found.append(Piece(name, shape, int(layer[1]) * slices // layers))
         else:
             found.append(Piece(name, shape))
     return found

@@ -1,0 +1,207 @@
+"""Choices find their values by themselves: a codec, an outer optimizer, a peer rule and a boundary are a file each."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lowcomm.choices import Choice, check_settings, choose, options
+from lowcomm.codecs import Codec
+from lowcomm.methods.boundary import Boundary
+from lowcomm.methods.config import MethodConfig
+from lowcomm.methods.engine import Engine
+from lowcomm.methods.outer import OuterOptimizer
+from lowcomm.methods.peers import Peers
+from lowcomm.settings import ConfigError
+from pipelines.project import ROOT
+from tests.harness import clean_environment
+
+#: What somebody writes who adds one of each: the file, and all that stands in it.
+TOYS = {
+    "lowcomm/codecs/two_bits.py": '''
+"""Multiples -1, 0 and 1 of a block's largest magnitude, in two bits."""
+
+import torch
+
+from lowcomm.codecs.bits import BLOCK, blocks, blocks_nbytes, pack, refuse_non_finite, unpack
+from lowcomm.codecs.codec import Codec
+
+
+class TwoBits(Codec):
+    names = ("two_bits",)
+    name = "two_bits"
+    block = BLOCK
+
+    def encode(self, x, seed=0):
+        refuse_non_finite(x, x.abs())
+        packed = torch.empty(self.nbytes(x.numel()), dtype=torch.uint8)
+        for values, scale, codes in blocks(x, packed, 2, torch.float32):
+            scale.copy_(values.abs().amax(1))
+            step = scale.where(scale > 0, 1.0)[:, None]
+            pack(((values / step).round() + 1).to(torch.uint8), codes, 2)
+        return packed
+
+    def decode(self, packed, numel):
+        x = torch.empty(numel)
+        for values, scale, codes in blocks(x, packed.clone(), 2, torch.float32):
+            values.copy_((unpack(codes, values.shape[1], 2).float() - 1) * scale[:, None])
+        return x
+
+    def nbytes(self, numel):
+        return blocks_nbytes(numel, 2, torch.float32)
+''',
+    "lowcomm/methods/outer_sign.py": '''
+"""agreed <- agreed - lr sign(delta)."""
+
+from lowcomm.methods.outer import OuterOptimizer
+
+
+class OuterSign(OuterOptimizer):
+    names = ("sign",)
+
+    def __init__(self, lr):
+        self.lr = lr
+
+    @classmethod
+    def of(cls, method):
+        return cls(method.outer_lr)
+
+    def buffers(self, agreed):
+        return {}
+
+    def step(self, agreed, delta, buffers, peers=None):
+        agreed.add_(delta.sign_(), alpha=-self.lr)
+''',
+    "lowcomm/methods/neighbours.py": '''
+"""Replicas 2 k and 2 k + 1 meet, and at the next turn 2 k - 1 and 2 k."""
+
+from lowcomm.methods.peers import Peers
+
+
+class Neighbours(Peers):
+    names = ("neighbours",)
+
+    @classmethod
+    def of(cls, method, seed):
+        return cls()
+
+    def members(self, turn, replicas, replica):
+        shift = turn[1] % 2
+        first = (replica - shift) // 2 * 2 + shift
+        return sorted(r % replicas for r in (first, first + 1))
+
+    def most(self, replicas):
+        return 2
+''',
+    "lowcomm/methods/halves.py": '''
+"""The first half of the stream's columns; the others arrive as zeros."""
+
+import torch
+
+from lowcomm.methods.boundary import Boundary
+
+
+class Halves(Boundary):
+    names = ("halves",)
+
+    def numel(self, tokens):
+        return tokens * self.width // 2
+
+    def values(self, x_ND, ids_N):
+        return x_ND[:, : self.width // 2].flatten()
+
+    def rebuilt(self, values, ids_N, tokens):
+        x = torch.zeros(tokens, self.width)
+        x[:, : self.width // 2] = values.view(tokens, -1)
+        return x
+''',
+}
+
+USE = """
+import torch
+from torch import nn
+
+import lowcomm
+from lowcomm.experiment.config import RunConfig
+from lowcomm.experiment.project import Project
+from lowcomm.methods.boundary import make_boundary
+from pathlib import Path
+
+config = Project(Path(".")).run_config(
+    "protocol_dense",
+    scale="smoke",
+    stages=2,
+    method={"exchange": "parameters", "sync_every_steps": 5, "peers": "neighbours", "outer": "sign", "outer_lr": 0.01,
+            "codec": "two_bits", "boundary": {"kind": "halves"}},
+    replicas=4,
+    train={"global_batch": 16, "eval_sequences": 16},
+)
+boundary = make_boundary(config.method.boundary, config.model)
+assert boundary.activation_bytes(10) == 10 * config.model.dim // 2 * 4
+
+
+def work(world):
+    model = nn.Linear(20, 20)
+    sync = lowcomm.LocalUpdates(model, world, config.method)
+    for _ in range(11):
+        with torch.no_grad():
+            model.weight.add_(0.1 * (world.replica + 1))
+        sync.step()
+    sync.finish()
+    sent = world.ledger.total(purpose="outer")
+    assert sent == sync.sent_bytes(11)["outer"] > 0, (sent, sync.sent_bytes(11))
+    return sent
+
+
+print(lowcomm.run_threads(work, replicas=4))
+"""
+
+
+def test_one_file_adds_a_codec_an_outer_optimizer_a_peer_rule_or_a_boundary(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "lowcomm", tmp_path / "lowcomm", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "params.yaml", tmp_path)
+    for name, source in TOYS.items():
+        assert not (tmp_path / name).exists()
+        (tmp_path / name).write_text(source)
+    environment = clean_environment(PYTHONPATH=str(tmp_path))
+    words = [sys.executable, "-c", USE]
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("base", [Codec, Engine, OuterOptimizer, Peers, Boundary])
+def test_every_value_of_a_choice_has_a_docstring_and_a_name_of_its_own(base: type[Choice]) -> None:
+    found = options(base)
+    assert found
+    for name, value in found.items():
+        assert value.__doc__, name
+
+
+def test_an_unknown_value_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="method.outer = 'nesterow' is not a valid choice; did you mean 'nesterov'"):
+        choose(OuterOptimizer, "nesterow", "method.outer")
+
+
+def test_a_setting_of_another_value_is_refused() -> None:
+    method, default = MethodConfig("parameters", outer_pull=0.5), MethodConfig("parameters")
+    with pytest.raises(ConfigError, match="method.outer_pull means nothing with method.outer = average"):
+        check_settings(OuterOptimizer, "average", "method.outer", method, default)
+
+
+def test_two_values_of_one_name_are_refused() -> None:
+    class Base(Choice):
+        pass
+
+    class One(Base):
+        names = ("one",)
+
+    class Other(Base):
+        names = ("one",)
+
+    Base.__module__ = "lowcomm.codecs.codec"  # so that it has a package
+    with pytest.raises(ValueError, match=r"Other and .*One are both named 'one'"):
+        options(Base)

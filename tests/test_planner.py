@@ -1,0 +1,193 @@
+"""The planner: what it tries, leaves out, ranks and refuses."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from lowcomm.__main__ import main as lowcomm
+from lowcomm.cost import planner
+from lowcomm.cost.footprint import node_bytes
+from lowcomm.cost.ingredients import Method, Penalties, Penalty
+from lowcomm.cost.planner import Cluster, Job, front, methods, plan, run_of, shown
+from lowcomm.cost.predict import Links, message_bytes
+from lowcomm.model.config import ModelConfig
+from lowcomm.model.presets import PRESETS
+from lowcomm.settings import ConfigError
+
+MODEL = ModelConfig(256, 8, 8, 1024, 4096, 512)
+JOB = Job(MODEL, tokens=1e9, global_batch=64)
+COLUMNS = ["ingredient", "replicas", "amount", "log_ratio", "deviation"]
+ROWS = [
+    ("local updates", 2, 1, 0.02, 0.01),
+    ("local updates", 8, 1, 0.10, 0.01),
+    ("rounds", 1, 30, 0.0, 0.0),
+    ("rounds", 1, 100, 0.03, 0.01),
+    ("streaming", 2, 1, 0.01, 0.01),
+    ("pairs", 8, 1, 0.02, 0.02),
+    ("routes", 8, 1, 0.01, 0.01),
+    ("slices", 8, 2, 0.01, 0.01),
+    ("slices", 8, 8, 0.20, 0.01),
+    ("subspace", 1, 8, 0.15, 0.01),
+    ("tokens", 1, 1, -0.1, 0.01),
+]
+PENALTIES = Penalties(pd.DataFrame(ROWS, columns=COLUMNS))
+
+
+def _cluster(mbit_per_s: float, *, nodes: int = 8, memory_gb: float = 24.0) -> Cluster:
+    return Cluster(nodes, memory_gb, 1.0, Links(mbit_per_s, latency_ms=1.0), price_per_node_hour=0.5)
+
+
+def test_the_front_is_what_nothing_beats_in_both() -> None:
+    assert front([1, 2, 3, 3, 4], [5, 3, 4, 1, 1]) == [True, True, False, True, False]
+    assert front([1, 1], [2, 2]) == [True, True]
+
+
+def test_a_fast_link_wants_gradients_and_a_slow_one_anything_but() -> None:
+    fast, slow = plan(_cluster(1e7), JOB, PENALTIES), plan(_cluster(10.0), JOB, PENALTIES)
+    assert fast.method[0] == "gradients"
+    assert fast.utilisation[0] > 0.9
+    assert slow.method[0] != "gradients"
+    assert slow.days_to_equal_loss[0] < slow[slow.method == "gradients"].days_to_equal_loss.min() / 3
+    for table in (fast, slow):
+        assert table.days_to_equal_loss.is_monotonic_increasing
+        best = table[table.front]
+        assert best.days.min() == table.days.min()
+        assert best.loss_percent.min() == table.loss_percent.min()
+        assert (table.replicas * table.stages == 8).all()
+        assert (table.cost == table.days * 24 * 8 * 0.5).all()
+    assert len(shown(slow)) == len(slow)
+
+
+def test_what_does_not_fit_is_left_out_and_slices_make_it_fit() -> None:
+    whole = node_bytes(run_of(Method(30), JOB, 8, 1, recompute=True)) / 1e9
+    sliced = node_bytes(run_of(Method(30, slices=8), JOB, 8, 1, recompute=True)) / 1e9
+    assert sliced < whole
+    table = plan(_cluster(100.0, memory_gb=(whole + sliced) / 2), JOB, PENALTIES)
+    alone = table[
+        (table.stages == 1) & table.method.str.startswith("every 30 steps") & ~table.method.str.contains("str")
+    ]
+    assert "every 30 steps, 1/8 of MLPs" in set(alone.method)
+    assert "every 30 steps" not in set(alone.method)
+    assert (table.memory_gb <= (whole + sliced) / 2).all()
+    assert plan(_cluster(100.0, memory_gb=1e-3), JOB, PENALTIES).empty
+
+
+def test_every_grid_has_its_methods_and_each_is_a_run() -> None:
+    for replicas, stages in ((1, 8), (2, 4), (4, 2), (8, 1)):
+        found = list(methods(replicas, stages))
+        assert len(set(found)) == len(found) == len({m.name for m in found})
+        assert any(m.ratio > 1 for m in found) == (stages > 1)
+        assert any(m.pairs for m in found) == (replicas > 2)
+        for method in found:
+            config = run_of(method, JOB, replicas, stages)
+            assert config.train.global_batch == 64
+            assert (config.method.boundary.kind == "subspace") == (method.ratio > 1)
+            assert config.method.slices == method.slices
+    with pytest.raises(ConfigError, match="global_batch = 64 does not split into 3 replicas"):
+        run_of(Method(), JOB, 3, 1)
+
+
+@pytest.mark.parametrize("nodes", [2, 8])
+def test_a_dense_boundary_is_billed_as_the_bf16_that_is_computed(nodes: int) -> None:
+    """Of one replica nothing else travels: activations one way, their gradients the other."""
+    table = plan(_cluster(100.0, nodes=nodes), JOB, PENALTIES)
+    (row,) = table[(table.stages == nodes) & (table.ratio == 1)].itertuples()
+    assert row.method == "gradients"
+    assert row.bytes_per_token == 2 * MODEL.dim * (nodes - 1) * 2
+    config = run_of(Method(), JOB, 1, nodes)
+    tokens = config.local_batch // config.train.accumulation * config.train.seq_len
+    assert config.train.precision == config.method.boundary.codec == "bf16"
+    assert message_bytes(config) == (2 * MODEL.dim * tokens, 2 * MODEL.dim * tokens)
+
+
+def test_penalties_come_from_the_nearest_run_and_add_up() -> None:
+    near = PENALTIES.nearest("local updates", 16, 1)
+    assert near.log_ratio == 0.10
+    assert near.extrapolated == pytest.approx(2.0)
+    assert PENALTIES.of(Method(), 8, 1) == Penalty(0.0, 0.0, 1.0)
+    both = PENALTIES.of(Method(30, streaming=True, slices=2), 2, 1)
+    assert both.log_ratio == pytest.approx(0.02 + 0.01 + 0.01)
+    assert both.deviation == pytest.approx(0.01 * math.sqrt(3))
+    assert both.extrapolated == pytest.approx(4.0)  # slices, measured with eight replicas
+    rarer = PENALTIES.of(Method(100, streaming=True, slices=2), 2, 1)
+    assert rarer.log_ratio - both.log_ratio == pytest.approx(0.03)
+    routed, alone = (PENALTIES.of(Method(30, pairs=True), 8, stages) for stages in (2, 1))
+    assert routed.log_ratio - alone.log_ratio == pytest.approx(0.01)
+    narrow = PENALTIES.of(Method(ratio=100), 1, 8)
+    assert narrow.log_ratio == 0.15
+    assert narrow.extrapolated == pytest.approx(12.5)
+    with pytest.raises(ConfigError, match="no run has measured quantum"):
+        PENALTIES.nearest("quantum", 1, 1)
+    table = pd.DataFrame(ROWS, columns=COLUMNS)
+    with pytest.raises(ConfigError, match=r"loss must fall with tokens, in one row: got \[0.1\]"):
+        Penalties(table.assign(log_ratio=table.log_ratio.abs()))
+
+
+def test_days_to_equal_loss_are_those_of_the_tokens_that_buy_it_back() -> None:
+    table = plan(_cluster(100.0), JOB, PENALTIES)
+    for row in table.itertuples():
+        tokens = (1 + row.loss_percent / 100) ** (1 / 0.1)
+        assert row.days_to_equal_loss == pytest.approx(row.days * tokens)
+        assert row.days_to_equal_loss_low <= row.days_to_equal_loss <= row.days_to_equal_loss_high
+
+
+def test_blocks_are_computed_again_only_where_their_insides_do_not_fit() -> None:
+    roomy, tight = (plan(_cluster(100.0, memory_gb=gb), JOB, PENALTIES) for gb in (500.0, 0.75))
+    assert not roomy.recompute.any()
+    assert tight.recompute.any()
+    assert (tight.memory_gb <= 0.75).all()
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    words = [
+        "--nodes",
+        "8",
+        "--memory-gb",
+        "24",
+        "--mbit-per-s",
+        "100",
+        "--latency-ms",
+        "40",
+        "--model",
+        "partial_updates/1.3b",
+    ]
+    table = tmp_path / "penalties.csv"
+    pd.DataFrame(ROWS, columns=COLUMNS).to_csv(table, index=False)
+    monkeypatch.setattr(planner, "measured_penalties", lambda: table)
+    assert lowcomm(["plan", *words]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("2.68e+10 tokens in 102,168 steps;")
+    assert "| method | replicas x stages |" in said
+    monkeypatch.setattr(planner, "measured_penalties", lambda: tmp_path / "none" / "penalties.csv")
+    assert planner.main([*words, "--penalties", str(table)]) == 0
+    assert capsys.readouterr().out == said
+    monkeypatch.setattr(planner, "measured_penalties", lambda: table)
+    for more, code, message in (
+        (["--model", "partial_updates/13b"], 2, "no preset named 'partial_updates/13b'; did you mean"),
+        (["--memory-gb", "1"], 1, "nothing fits into 1 GB on 8 nodes"),
+        (["--mbit-per-s", "0"], 2, "mbit_per_s must be above 0, got 0.0"),
+        (["--latency-ms", "nan"], 2, "latency_ms must be from 0 to 1e+06, got nan"),
+        (["--jitter", "1e200"], 2, "jitter must be from 0 to 100, got 1e+200"),
+        (["--nodes", "0"], 2, "nodes must be above 0, and finite, got 0"),
+        (["--nodes", "29"], 2, "29 nodes have no configuration: global_batch = 256 does not split into 29 replicas"),
+        (["--global-batch", "-8"], 2, "global_batch must be above 0, and finite, got -8"),
+        (["--tokens", "inf"], 2, "tokens must be above 0, and finite, got inf"),
+        (["--tokens", "-5"], 2, "tokens must be above 0, and finite, got -5"),
+        (["--penalties", "nowhere/penalties.csv"], 2, "penalties.csv is missing"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            planner.main(words + more)
+        assert stopped.value.code == code
+        assert message in capsys.readouterr().err
+
+
+def test_presets_are_planned_on_machines_that_hold_them() -> None:
+    for name in ("streaming_diloco/1b", "noloco/medium", "protocol_models/2b"):
+        table = plan(Cluster(4, 500.0, 100.0, Links(1000.0)), Job(PRESETS[name], 1e9), PENALTIES)
+        assert {1, 2, 4} == set(table.stages)
+        assert (table.utilisation < 1 + 1e-9).all()
+        assert (table.utilisation > 0).all()
