@@ -36,4 +36,5 @@ lock: .venv/.done   ## renew constraints.txt from what is installed
 	$(PYTHON) -c 'import sys; v = sys.version_info[:2]; v == (3, 11) or sys.exit("lowcomm needs Python 3.11, found %d.%d; set PYTHON=" % v)'
 	test -d .venv || $(PYTHON) -m venv .venv
 	.venv/bin/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	echo '$(CURDIR)' > $$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/checkout.pth # pipelines/
 	touch $@

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -38,6 +39,7 @@ def run(notebook: Path, name: str, parameters: dict[str, Any]) -> float:
     scale = parameters.get("scale") or yaml.safe_load((ROOT / "params.yaml").read_text())["scale"]
     executed = BUILD / "notebooks" / scale / f"{name.replace('@', '-')}.ipynb"
     executed.parent.mkdir(parents=True, exist_ok=True)
+    os.environ["PYTHONPATH"] = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p)
     begin = time.perf_counter()
     papermill.execute_notebook(
         str(notebook),
