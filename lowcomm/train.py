@@ -88,7 +88,7 @@ def title(config: RunConfig) -> str:
 
 
 def _told(config: RunConfig, folder: RunFolder, summary: dict[str, Any]) -> str:
-    """What a run found, and where it is."""
+    """Say in a line what a run found, and where it is."""
     if not summary["complete"]:
         return f"{title(config)} was stopped after step {summary['step']}: the same command continues ({folder.out})"
     sent = max(a + b for a, b in zip(summary["sent_bytes_per_rank"], summary["routed_bytes_per_rank"], strict=True))

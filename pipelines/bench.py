@@ -255,7 +255,7 @@ def exchange_ranks() -> None:
 
 
 def _plain_encode(x: torch.Tensor, codec: SmallFloat) -> torch.Tensor:
-    """What `SmallFloat.encode` computes for whole blocks of 4-bit codes, as one would write it down."""
+    """Compute what `SmallFloat.encode` does for whole blocks of 4-bit codes, as one would write it down."""
     blocks = x.view(-1, CODEC_BLOCK)
     exponent = torch.floor(torch.log2(blocks.abs().amax(1, keepdim=True) / 1.5)) + 1  # 1.5 rounds up to 2
     magnitudes = codec.values[: codec.values.numel() // 2].to(x.device)

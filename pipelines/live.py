@@ -30,15 +30,15 @@ class Live:
     steps: int
 
     def replay(self, mbit_per_s: ArrayLike, latency_ms: float = 0.0) -> Replay:
-        """The same steps over other links."""
+        """Replay the same steps over other links."""
         return replay(self.spans, np.asarray(mbit_per_s) / 1e3, latency_s=latency_ms / 1e3)
 
     def step_seconds(self, mbit_per_s: ArrayLike, latency_ms: float = 0.0) -> NDArray[np.float64]:
-        """Of one step, over other links."""
+        """Return the seconds per step over other links."""
         return self.replay(mbit_per_s, latency_ms).seconds / self.steps
 
     def computing(self) -> tuple[list[tuple[float, float]], float]:
-        """What `predict` wants to know: seconds (forward, backward) of a micro-batch at each stage, and stragglers.
+        """Return what `predict` needs: seconds (forward, backward) of a micro-batch at each stage, and stragglers.
 
         A step's computing is the time between waits, cut into forward and backward as its FLOPs are. Ranks that share
         processors are uneven in a way that no rank sees by itself, so stragglers are what makes a step over a free link

@@ -73,14 +73,14 @@ def _stamp(corpus: str) -> Path:
 
 
 def corpus_digest(folder: Path) -> str:
-    """Of a prepared corpus: its tokenizer and the shards of both splits."""
+    """Digest a prepared corpus: its tokenizer and the shards of both splits."""
     card = json.loads((folder / "card.json").read_text())
     shards = [shard["sha256"] for split in card["splits"].values() for shard in split["shards"]]
     return hashlib.sha256("\n".join([card["tokenizer_sha256"], *shards]).encode()).hexdigest()
 
 
 def run_digest(folder: RunFolder) -> str:
-    """Of a finished run: its evaluated parameters, the metrics of all ranks, and the bytes that they sent."""
+    """Digest a finished run: its evaluated parameters, the metrics of all ranks, and the bytes that they sent."""
     summary = folder.read_summary()
     sent = [summary[key] for key in ("sent_bytes", "sent_bytes_per_rank", "routed_bytes_per_rank")]
     files = [sha256(path) for path in (folder.model, *sorted((folder.out / "metrics").iterdir()))]

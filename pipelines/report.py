@@ -92,13 +92,13 @@ def read_claims(table: Path) -> list[Claim]:
 
 
 def every(holds: Iterable[bool | None]) -> bool | None:
-    """Whether all hold: False if one does not, else None if the noise hides one."""
+    """Combine several answers: False if one does not, else None if the noise hides one."""
     told = list(holds)
     return False if False in told else None if None in told else True
 
 
 def student(freedom: int, level: float = 0.95) -> float:
-    """What the size of Student's t of so many degrees of freedom stays below with this probability.
+    """Return the bound below which the size of Student's t stays with this probability.
 
     Abramowitz and Stegun, 26.7.3 and 26.7.4, inverted by bisection.
     """
@@ -153,12 +153,12 @@ class Comparison:
         return student(self.freedom) * self.noise * math.sqrt(sum(1 / len(self.losses[key]) for key in keys))
 
     def above(self, a: Any, b: Any) -> bool | None:
-        """Whether the loss of `a` is higher (True) or lower (False) than of `b`; None within the noise."""
+        """Tell whether the loss of `a` is higher (True) or lower (False) than that of `b`; None within the noise."""
         difference = self.loss[a] - self.loss[b]
         return difference > 0 if self.judged and abs(difference) > self.resolved(a, b) else None
 
     def below(self, a: Any, b: Any) -> bool | None:
-        """Whether the loss of `a` is lower (True) or higher (False) than of `b`; None within the noise."""
+        """Tell whether the loss of `a` is lower (True) or higher (False) than that of `b`; None within the noise."""
         return self.above(b, a)
 
     def difference(self, a: Any, b: Any) -> str:
@@ -175,7 +175,7 @@ class Comparison:
         return Claim(text, holds, seen, criterion, "" if self.judged else "one seed")
 
     def unharmed(self, *pairs: tuple[Any, Any]) -> bool | None:
-        """Whether the first of each pair loses nothing to the second: False where one does, None within the noise."""
+        """Tell whether the first of each pair loses nothing to the second: False if one does, None within the noise."""
         return every(None if (above := self.above(*pair)) is None else not above for pair in pairs)
 
 

@@ -1,4 +1,4 @@
-"""What makes a stage stale: digests of the code that it reaches, whatever its comments and docstrings say.
+"""Digests of the code that a stage reaches, which make it stale; comments and docstrings do not count.
 
     python -m pipelines.staleness
 

@@ -85,16 +85,26 @@ def test_a_run_takes_the_steps_of_equation_2(
     config = noloco_run(method={"group_size": n})
     fast: dict[tuple[int, int], torch.Tensor] = {}
     slow: dict[tuple[int, int], torch.Tensor] = {}
-    plain = LocalUpdates.after_step
+    plain_step, plain_finish = LocalUpdates.step, LocalUpdates.finish
 
-    def after_step(self: LocalUpdates, step: int) -> dict[str, float]:
-        (fragment,), replica = self.fragments, self.world.replica
-        fast[replica, step] = flatten(fragment.parameters).double()
-        logged = plain(self, step)
-        slow[replica, step] = fragment.agreed.double().clone()
+    def show(self: LocalUpdates) -> None:
+        (fragment,) = self.fragments
+        slow[self.world.replica, self.steps_done] = fragment.agreed.double().clone()
+
+    def step(self: LocalUpdates) -> dict[str, float]:
+        (fragment,) = self.fragments
+        fast[self.world.replica, self.steps_done + 1] = flatten(fragment.parameters).double()
+        logged = plain_step(self)
+        show(self)
         return logged
 
-    monkeypatch.setattr(LocalUpdates, "after_step", after_step)
+    def finish(self: LocalUpdates) -> dict[str, float]:
+        logged = plain_finish(self)
+        show(self)
+        return logged
+
+    monkeypatch.setattr(LocalUpdates, "step", step)
+    monkeypatch.setattr(LocalUpdates, "finish", finish)
     train_in_threads(config, corpus, tmp_path)
     start = slow[0, 1]
     m = {r: torch.zeros_like(start) for r in range(4)}

@@ -22,6 +22,7 @@ from lowcomm.methods.config import MethodConfig
 from lowcomm.methods.local_updates import LocalUpdates, pairwise_cosine
 from lowcomm.methods.outer import HeavyBall, Nesterov
 from lowcomm.methods.outer_state import flatten
+from lowcomm.methods.peers import Peers
 from lowcomm.model.decoder import Decoder
 from tests.conftest import command_line, small_run
 from tests.harness import train_in_processes
@@ -195,6 +196,37 @@ def test_a_codec_that_loses_nothing_is_no_codec(block: int) -> None:
 
     for gathered, reduced in run_threads(work, replicas=3):
         assert torch.equal(gathered, reduced)
+
+
+class _PairsThenAll(Peers):
+    """Neighbours in pairs, and at every second turn everyone."""
+
+    @classmethod
+    def of(cls, method: MethodConfig, seed: int) -> Peers:
+        return cls()
+
+    def members(self, turn: tuple[int, int], replicas: int, replica: int) -> list[int]:
+        return list(range(replicas)) if turn[1] % 2 else [replica // 2 * 2, replica // 2 * 2 + 1]
+
+    def most(self, replicas: int) -> int:
+        return replicas
+
+
+def test_groups_may_be_larger_at_some_turns_than_at_others() -> None:
+    """Whoever is in the group of a turn is averaged over, and nobody else; in as many bytes as the plan says."""
+
+    def work(world: World) -> tuple[list[float], int, int]:
+        theta, found = torch.tensor([float(world.replica)] * 3).requires_grad_(), []
+        engine = LocalUpdates({"theta": theta}, world, MethodConfig("parameters"), broadcast=False)
+        engine.plan.peers = _PairsThenAll()
+        for _ in range(2):
+            engine.step()
+            found.append(theta[0].item())
+        return found, world.ledger.total(axis="replica"), engine.sent_bytes(2)["outer"]
+
+    for replica, (found, sent, planned) in enumerate(run_threads(work, replicas=4)):
+        assert found == [[0.5, 0.5, 2.5, 2.5][replica], 1.5]
+        assert sent == planned
 
 
 @pytest.mark.parametrize("name", ["e3m0", "e4m3", "int8", "bf16"])

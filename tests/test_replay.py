@@ -14,6 +14,7 @@ from lowcomm.comm.start import run_threads
 from lowcomm.comm.wire import Span
 from lowcomm.comm.world import World
 from lowcomm.cost.replay import hidden, read_traces, recorded, replay
+from lowcomm.experiment.run_folder import RunFolder
 from lowcomm.experiment.train import train_in_threads
 from lowcomm.experiment.trainer import Trainer
 from tests.conftest import small_run
@@ -91,7 +92,7 @@ def _traced(corpus: Path, out: Path, monkeypatch: pytest.MonkeyPatch, step_s: fl
         return inner(self)
 
     monkeypatch.setattr(Trainer, "_clip", steady)
-    train_in_threads(config, corpus, out / "run", out / "times")
+    train_in_threads(config, corpus, RunFolder(out / "run", out / "times"))
     return read_traces(out / "times")
 
 
@@ -168,7 +169,7 @@ def test_a_pipeline_is_replayed_at_another_rate(corpus: Path, tmp_path: Path, mo
             comm={"link_mbit_per_s": mbit_per_s, "link_latency_ms": 2, "clock": "virtual", "trace": True},
         )
         out = tmp_path / str(mbit_per_s)
-        train_in_threads(config, corpus, out / "run", out / "times")
+        train_in_threads(config, corpus, RunFolder(out / "run", out / "times"))
         found[mbit_per_s] = read_traces(out / "times")
     truth, other = recorded(found[20]), recorded(found[200])
     again = replay(found[200], 0.02, latency_s=0.002)

@@ -1,4 +1,4 @@
-"""What a codec is: fp32 values to packed bytes and back.
+"""The base class of codecs, which turn fp32 values into packed bytes and back.
 
 To add one, write a file here with a class that derives from `Codec` and has `names`. Settings then accept them, means,
 pipelines, closed forms and the planner use it, and the tests of all codecs hold it to its sizes.

@@ -39,7 +39,7 @@ class Int8(Codec):
 
 
 class Sign(Codec):
-    """A bit a value: plus or minus the block's mean magnitude, which is fp32 and the least squares fit (1-bit SGD)."""
+    """One bit per value: plus or minus the block's mean magnitude, in fp32, the least squares fit (1-bit SGD)."""
 
     names = ("sign",)
     name = "sign"

@@ -1,7 +1,7 @@
 """Small floats of up to 8 bits, eXmY: a sign, X exponent bits and Y mantissa bits (exmy, arXiv:2405.13938).
 
-A block of `BLOCK` values shares a scale, and codes are packed to the bit: E3M0, Streaming DiLoCo's, takes 4 bits a
-value and 8 bits a block. On a GPU codes of 4 and 8 bits are fused kernels (`_kernels`) where Triton is installed, and
+A block of `BLOCK` values shares a scale, and codes are packed to the bit: E3M0, Streaming DiLoCo's, takes 4 bits per
+value and 8 bits per block. On a GPU codes of 4 and 8 bits are fused kernels (`_kernels`) where Triton is installed, and
 else the same operations as on the CPU.
 """
 

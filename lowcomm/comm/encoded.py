@@ -1,6 +1,6 @@
 """The mean of encoded values over the members of a group, section by section.
 
-A section is a run of values with owners of its own (`accounting.Section`): only they say what it is, all members get
+A section is a run of values with owners of its own (`shares.Section`): only they say what it is, all members get
 the mean. Each is gathered whole, or reduced in shares whose sums travel as fp32, whichever sends fewer bytes.
 """
 
@@ -87,15 +87,15 @@ class _Part:
         self._whole: Tensor | None = None  # encoded
 
     def meet(self, sender: int, receiver: int) -> bool:
-        """Whether one sends the other encoded values."""
+        """Tell whether one sends the other encoded values."""
         return sender in self.owners and (receiver in self.owners or not self.in_shares)
 
     def share(self, i: int) -> Tensor:
-        """What `i` reduces: its share, or all where every member does."""
+        """Return what `i` reduces: its share, or all where every member does."""
         return self.x[slice(*self._bounds[i])] if self.in_shares else self.x
 
     def packed(self, i: int) -> Tensor:
-        """What this rank says, encoded, of what `i` reduces."""
+        """Return this rank's values of what `i` reduces, encoded."""
         if self.in_shares:
             return self.codec.encode(self.share(i), self.seed)
         if self._whole is None:
@@ -103,7 +103,7 @@ class _Part:
         return self._whole
 
     def nbytes(self, me: int) -> int:
-        """Of each message of what this rank reduces."""
+        """Return the bytes of each message of what this rank reduces."""
         return self.codec.nbytes(self.share(me).numel())
 
     def reduce(self, me: int, messages: list[Tensor]) -> None:

@@ -25,7 +25,7 @@ def mean_bytes(numel: int, itemsize: int, ranks: int, rank: int = 0) -> int:
 
 
 class Encoding(Protocol):
-    """What a codec says of its sizes; see `codecs.Codec`."""
+    """The part of a codec (`codecs.Codec`) that tells its sizes."""
 
     block: int
 
@@ -42,9 +42,9 @@ Section = tuple[int, Sequence[int]]
 
 
 def encoded_mean_in_shares(numel: int, codec: Encoding, ranks: int, owners: int | None = None) -> bool:
-    """Whether a mean of encoded values sends fewer bytes when each owner sums a share and then shares the sum in fp32.
+    """Tell whether a mean sends fewer bytes if each owner sums a share of the values and then shares the sum in fp32.
 
-    With R ranks, O of them owners (default: all), and b bytes a value: gathered, every rank gets every owner's values,
+    With R ranks, O of them owners (default: all), and b bytes per value: gathered, each rank gets each owner's values,
     O (R - 1) b n bytes in all. In shares, each owner sends the other owners their shares, encoded, and then its own sum
     to every rank as fp32: ((O - 1) b + 4 (R - 1)) n. With O = R shares win from R = 9 at 4 bits; with O = 1, never.
     """

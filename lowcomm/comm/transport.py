@@ -1,4 +1,4 @@
-"""What ranks swap tensors by: `threads` and `processes` carry it out.
+"""The interface by which ranks swap tensors; `threads` and `processes` carry it out.
 
 Both offer one primitive, `swap`: post some messages, then take some. A message is a header (what the sender
 believes it is doing, and when it began) and a payload, so ranks that disagree find out by name
@@ -24,7 +24,7 @@ class CommError(RuntimeError):
 
 @dataclass(frozen=True)
 class Header:
-    """What travels before a payload."""
+    """The header that travels before a payload."""
 
     op: str  # verb, purpose and sequence number, with the shape and dtype all must agree on
     shape: tuple[int, ...]  # of this payload
@@ -52,7 +52,7 @@ Consume = Callable[[int, int, list[Tensor]], None]
 
 
 class Transport(Protocol):
-    """What World needs of a transport.
+    """The transport that World needs.
 
     in_one_process: whether its ranks are threads that share a process, and with it autograd and module hooks.
     """

@@ -1,4 +1,4 @@
-"""What a wire costs: the byte ledger, the link model, the two clocks and the trace.
+"""The cost of a wire: the byte ledger, the link model, the two clocks and the trace.
 
 A link has a rate and a latency, and each rank has one per axis, full duplex. A message of S
 bytes leaves when its sender's side is free, and arrives

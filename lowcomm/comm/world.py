@@ -283,7 +283,7 @@ class World:
 
     @staticmethod
     def _named(state: AxisState, verb: str, members: list[int] | None = None, lane: Lane = "main") -> str:
-        """What members call a verb: numbered, so that ranks out of step find out."""
+        """Return the name by which members call a verb: it is numbered, so that ranks out of step find out."""
         among = ""
         if members is not None and len(members) < state.size:
             among = f" among {len(members)}, {_digest(members)}"

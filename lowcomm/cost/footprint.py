@@ -1,4 +1,4 @@
-"""What a machine must hold for a run, from its configuration alone.
+"""The memory that a machine needs for a run, from its configuration alone.
 
 Everything is counted in fp32, as `trainer` keeps it; under bf16 autocast activations take less, and weights once more
 in bf16 while a step goes on.
@@ -21,7 +21,7 @@ from lowcomm.model.config import stage_layers
 
 
 def stage_memory(config: RunConfig, stage: int) -> MemoryCount:
-    """What a stage's machine holds, activations apart.
+    """Count what a stage's machine holds, activations apart.
 
     Where outer state is offloaded, NoLoCo's mean of the next peers' slow weights is still on the device.
     """
@@ -47,7 +47,7 @@ def stage_memory(config: RunConfig, stage: int) -> MemoryCount:
 
 
 def activation_bytes(config: RunConfig, stage: int) -> int:
-    """What the forward passes of a step leave at a stage for the backward passes, and what one of these takes.
+    """Count what the forward passes of a step leave at a stage for the backward passes, and what one of these takes.
 
     With `train.recompute` the input of every block, without it the insides of every block; of all micro-batches where
     there are stages, and then room for the gradients that come back, or at the last stage those of the residual stream.

@@ -1,4 +1,4 @@
-"""What methods are put together from, and what each ingredient was measured to cost in loss.
+"""The ingredients of methods, and the loss that each was measured to cost.
 
 Measured are runs of params.yaml (`results/<scale>/together/penalties.csv`), as logarithms of ratios of losses, which
 are added up. An ingredient is taken from the run nearest to it, and `extrapolated` says how far it is from there: the
@@ -38,7 +38,7 @@ class Method:
         return ", ".join(parts)
 
     def settings(self, model: ModelConfig, stages: int) -> MethodConfig:
-        """As `params.yaml` would say it; numbers are the laptop scale's, tuned there."""
+        """Return the settings that `params.yaml` would give; numbers are those of the laptop scale."""
         codec = "bf16" if stages > 1 else "fp32"  # as what is computed
         boundary = BoundaryConfig(codec=codec)
         if self.ratio > 1:
@@ -68,7 +68,7 @@ class Penalty:
 
 
 class Penalties:
-    """What runs measured of each ingredient.
+    """The penalties that runs measured for each ingredient.
 
     Args:
         table: columns ingredient, replicas, amount, log_ratio, deviation. "local updates" are at H = 30, "rounds" what
@@ -85,7 +85,7 @@ class Penalties:
 
     @classmethod
     def read(cls, path: Path) -> Penalties:
-        """Those of a file: `results/<scale>/together/penalties.csv`. Raises ConfigError where there is none."""
+        """Read the penalties of a file (`planner.measured_penalties`). Raises ConfigError where there is none."""
         if not path.exists():
             raise ConfigError(f"{path} is missing: `dvc repro together` writes it")
         return cls(pd.read_csv(path))
@@ -102,7 +102,7 @@ class Penalties:
         return Penalty(float(row.log_ratio), float(row.deviation), math.exp(max(apart(row))))
 
     def of(self, method: Method, replicas: int, stages: int) -> Penalty:
-        """Of all ingredients together; dense data-parallel training has none."""
+        """Add up the penalties of all ingredients; dense data-parallel training has none."""
         parts = []
         if method.sync:
             parts += [self.nearest("local updates", replicas, 1), self.nearest("rounds", 1, method.sync)]

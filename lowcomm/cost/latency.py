@@ -1,4 +1,4 @@
-"""What waiting for others costs (NoLoCo, section 5.3): trees of messages, and training that blocks.
+"""The cost of waiting for others (NoLoCo, section 5.3): trees of messages, and training that blocks.
 
 Messages take a log-normal time t, exp(N(mu, sigma^2)). An all-reduce over a binary tree sums towards the root, each
 parent waiting for two children, and then hands the sum down again; averaging in pairs is one such step each way. With L
@@ -144,7 +144,7 @@ def uneven(
     routed: bool = False,
     seed: int = 0,
 ) -> float:
-    """What machines that are now faster and now slower make of the time that a step takes, over what it would.
+    """Return the factor by which machines that are now faster and now slower lengthen a step.
 
     Each machine's computing of each step is a log-normal factor times the mean. Stages of a replica end a step
     together: in GPipe's order it takes (sum_s f_s + (M - 1) max_s f_s) / (M + S - 1), over random routes (`routed`)

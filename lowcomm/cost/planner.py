@@ -56,7 +56,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be trained. global_batch counts sequences of the model's length."""
+    """The training that is to be done. global_batch counts sequences of the model's length."""
 
     model: ModelConfig
     tokens: float
@@ -185,7 +185,7 @@ def _row(
 
 
 def front(days: Sequence[float], loss: Sequence[float]) -> list[bool]:
-    """Of each point, whether no other is at least as good in both and better in one."""
+    """Tell of each point whether no other is at least as good in both and better in one."""
     points = list(zip(days, loss, strict=True))
     return [not any((d <= x and v < y) or (d < x and v <= y) for d, v in points) for x, y in points]
 
@@ -196,10 +196,10 @@ def shown(table: pd.DataFrame) -> pd.DataFrame:
         {
             "method": table.method,
             "replicas x stages": [f"{r} x {s}" for r, s in zip(table.replicas, table.stages, strict=True)],
-            "s a step": table.step_seconds.map("{:.3g}".format),
+            "s/step": table.step_seconds.map("{:.3g}".format),
             "utilisation": table.utilisation.map("{:.0%}".format),
-            "sent a token": table.bytes_per_token.map(si_bytes),
-            "GB a node": table.memory_gb.map("{:.1f}".format),
+            "bytes sent per token": table.bytes_per_token.map(si_bytes),
+            "GB per node": table.memory_gb.map("{:.1f}".format),
             "days": table.days.map("{:.3g}".format),
             "cost": table.cost.map("{:,.0f}".format),
             "loss": [f"{p:+.1f} ± {d:.1f} %" for p, d in zip(table.loss_percent, table.loss_deviation, strict=True)],

@@ -37,7 +37,7 @@ from lowcomm.model.config import stage_layers
 
 @dataclass(frozen=True)
 class Links:
-    """What lies between any two machines. Ratios are standard deviation over mean."""
+    """The link between any two machines. Ratios are standard deviation over mean."""
 
     mbit_per_s: ArrayLike
     latency_ms: float = 0.0
@@ -116,7 +116,7 @@ def stage_numel(config: RunConfig, stage: int) -> int:
 
 @dataclass(frozen=True)
 class Turn:
-    """What a rank sends for a purpose at a turn of a fragment: bytes in the mean of all replicas and at most."""
+    """The bytes that a rank sends for a purpose at a turn of a fragment: in the mean of all replicas, and at most."""
 
     mean: float
     most: int
@@ -124,7 +124,7 @@ class Turn:
 
 
 def turns(config: RunConfig, stage: int) -> list[dict[str, Turn]]:
-    """What each fragment of a stage sends at a turn (its second one, as all after it), by purpose."""
+    """Return what each fragment of a stage sends at its second turn, as at all after it, by purpose."""
     return _turns(config.plan(stage))
 
 
@@ -176,7 +176,7 @@ def sent_per_step(config: RunConfig) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of one inner step, its share of exchanges included. Arrays where the rate was one.
+    """The time of one inner step, its share of exchanges included; arrays where the rate was one.
 
     step_seconds: from one step to the next. utilisation: share of it that a machine computes, mean over stages.
     """
@@ -219,7 +219,7 @@ def predict(config: RunConfig, compute: Sequence[tuple[float, float]], links: Li
 
 
 def _uneven(config: RunConfig, stragglers: float) -> float:
-    """What waiting for slower machines makes of a step's computing."""
+    """Return the factor by which waiting for slower machines lengthens a step's computing."""
     m, every = config.method, 0
     if m.exchange == "gradients":
         every = 1
@@ -238,7 +238,7 @@ def _uneven(config: RunConfig, stragglers: float) -> float:
 
 
 def _with_turns(config: RunConfig, pipeline: Seconds, bits_per_second: NDArray[np.float64], wait: float) -> Seconds:
-    """Seconds a step where fragments take turns, once it has settled: the third round and the fourth.
+    """Return the seconds per step where fragments take turns, once it has settled: of the third and fourth round.
 
     Stages end a step together, as the norm of their gradients is one.
     """

@@ -69,12 +69,12 @@ def window(traces: Sequence[Sequence[Span]], first: int, last: int) -> list[list
 
 
 def _key(span: Span) -> tuple[str, str, tuple[int, ...]]:
-    """What all who take part in a verb call it, and nobody else."""
+    """Return the name of a verb that all who take part in it use, and nobody else."""
     return span.axis, span.verb, span.ranks
 
 
 def recorded(traces: Sequence[Sequence[Span]]) -> Replay:
-    """What the traces themselves say."""
+    """Return the time and the utilisation that the traces themselves record."""
     begin = min(s.submitted for t in traces for s in t)
     end = max(s.left_wait for t in traces for s in t)
     waited = [sum(s.left_wait - s.entered_wait for s in t) for t in traces]

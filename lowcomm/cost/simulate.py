@@ -79,7 +79,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Exchange:
-    """What a method sends, and when. Layers in no fragment are never sent; a fragment may be empty (the embedding).
+    """The exchanges of a method. Layers in no fragment are never sent; a fragment may be empty (the embedding).
 
     `bits_per_parameter` is what a ring moves of each parameter, in both of its phases. With a `codec`, what `World`
     sends is counted instead: encoded values gathered or reduced in shares (`accounting.encoded_mean_bytes`). For two
@@ -249,9 +249,10 @@ def gpipe_step(p: Stages, micro_batches: int, *, overlap: bool = True, timeline:
 
 
 def decode_seconds(p: Stages, groups: int, back: Seconds, *, tokens: int = 64) -> Seconds:
-    """Seconds a token of pipelined inference, once it has settled: `groups` of sequences go round the stages.
+    """Return the seconds per token of pipelined inference, once it has settled.
 
-    `forward` and `activations` are those of one group's token; `back` is what its token takes to the first stage.
+    `groups` of sequences go round the stages. `forward` and `activations` are those of one group's token; `back` is
+    what its token takes to the first stage.
     """
     timeline, there, ends = Timeline(), [0.0] * groups, []
     for _ in range(2 * tokens):

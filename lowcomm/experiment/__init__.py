@@ -1,4 +1,4 @@
-"""What trains with the algorithms: settings of a run, data, the trainer, checkpoints and run folders."""
+"""Training runs with the algorithms: their settings, data, the trainer, checkpoints and run folders."""
 
 #: Set by a launcher to its process id: ranks stop when it is gone.
 LAUNCHER_VARIABLE = "LOWCOMM_LAUNCHER"

@@ -25,7 +25,7 @@ class TokenData:
     Args:
         folder: what `prepare` wrote.
         seq_len: T; a window holds T + 1 tokens and starts every T.
-        global_batch: sequences a step over all replicas.
+        global_batch: sequences per step, over all replicas.
         seed: decides the order of windows.
 
     Raises ConfigError if the folder is missing, a shard is damaged, or the corpus is shorter than a batch.

@@ -1,4 +1,4 @@
-"""What one training run is, and which of its settings go together.
+"""The configuration of one training run, and the rules that its settings keep.
 
 Typed, frozen dataclasses: a combination that cannot work is refused when the configuration is made, before anything is
 started, with the values and the reason. Settings of the method say so themselves (`methods.plan`, `methods.boundary`);
@@ -118,25 +118,25 @@ class RunConfig:
 
     @property
     def local_batch(self) -> int:
-        """Sequences a replica trains on in one step."""
+        """Sequences per replica and step."""
         return self.train.global_batch // self.replicas
 
     @property
     def constraint(self) -> Constraint | None:
-        """What the model is made with for the method's boundary."""
+        """The constraint that the method's boundary puts on the model, if any."""
         return self.method.boundary.constraint
 
     @property
     def exchanges_parameters(self) -> bool:
-        """Whether the engine is one of local updates, so that there is a plan."""
+        """True if the engine is one of local updates, so that there is a plan."""
         return self.method.exchange == "parameters"
 
     def plan(self, stage: int = 0) -> Plan:
-        """What the replicas of a stage exchange; for local updates alone. Raises ConfigError."""
+        """Return the plan of what the replicas of a stage exchange; for local updates alone. Raises ConfigError."""
         return _plan(self.model, self.constraint, self.method, self.replicas, self.stages, stage, self.seed)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON would give it back."""
+        """Return the settings as nested dictionaries, as JSON would give them back."""
         return json.loads(json.dumps(asdict(self)))
 
     def identity(self) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def _layer(base: dict, over: dict) -> dict:
 
 
 def _entry(run: str, params: Params) -> dict[str, Any]:
-    """What `params.yaml` says of a run, its keys and seeds checked; `variants` is there always."""
+    """Return the entry of a run in `params.yaml`, its keys and seeds checked, always with `variants`."""
     entry = pick(params["runs"], run, "run")
     for key in _REQUIRED:
         if key not in entry:

@@ -75,7 +75,7 @@ class RunFolder:
 
     @property
     def summary(self) -> Path:
-        """What the run found; there only when it is complete."""
+        """The results of the run; the file is there only when the run is complete."""
         return self.out / "summary.json"
 
     @property
@@ -102,7 +102,7 @@ class RunFolder:
         return self.times / f"rank-{rank:03d}.jsonl"
 
     def trace(self, rank: int) -> Path:
-        """What a rank did when (`comm.trace`)."""
+        """The trace of a rank (`comm.trace`)."""
         return self.times / f"trace-{rank:03d}.jsonl"
 
     def losses(self, run: dict[str, Any], replica: int = 0) -> Path:
@@ -124,7 +124,7 @@ class RunFolder:
             raise ConfigError(f"{self.summary} is damaged ({error}): delete the folder to train the run anew") from None
 
     def is_complete(self, run: dict[str, Any], source: str) -> bool:
-        """Whether the whole run of these settings (`RunConfig.to_dict`) is here, made with the code of this digest."""
+        """Tell whether the whole run of these settings (`RunConfig.to_dict`), made with this code, is here."""
         summary = self.read_summary()
         return summary is not None and self.made_with == source and summary["run"] == run
 

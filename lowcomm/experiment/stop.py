@@ -103,6 +103,6 @@ class StopAgreement:
 
 
 def stop_between_runs(world: World) -> bool:
-    """Whether any rank has been told to stop; all ranks must ask, and get the same answer."""
+    """Tell whether any rank has been told to stop; all ranks must ask, and get the same answer."""
     told = requested.is_set() or world.transport.read("stop") is not None
     return bool(world.sum(torch.tensor([float(told)], device=world.device), purpose="stop", axis="world"))

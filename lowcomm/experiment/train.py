@@ -34,6 +34,7 @@ from lowcomm.model.accounting import training_flops
 from lowcomm.settings import ConfigError
 
 log = logging.getLogger("lowcomm")
+_SOURCE = source_digest()  # as it is when it is loaded
 #: What a caller sees of each step: the trainer, and the row of metrics.
 OnRow = Callable[[Trainer, dict[str, Any]], None]
 
@@ -75,7 +76,7 @@ def train(
     else:
         if world.rank == 0:
             folder.clear()
-            folder.source.write_text(source_digest())
+            folder.source.write_text(_SOURCE)
         world.barrier()
         if (epochs := t.steps / data.epoch_steps()) > 1 and world.rank == 0:
             log.info("%s sees its training windows %.1f times", config.name, epochs)
@@ -158,7 +159,7 @@ def _finish(trainer: Trainer, checkpoints: Checkpoints, folder: RunFolder) -> di
 
 
 def _summary(trainer: Trainer, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the run found; `rows` are this rank's metrics. Every rank must ask."""
+    """Gather the results of the run from all ranks, which must all call this; `rows` are this rank's metrics."""
     config, world, t, m = trainer.config, trainer.world, trainer.config.train, trainer.config.method
     sent = world.ledger.by_purpose()
     last = [r["loss"] for r in rows[-max(1, len(rows) // 20) :] if "loss" in r]
@@ -203,7 +204,7 @@ def _summary(trainer: Trainer, rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _times(world: World, seconds: float, tokens: int) -> dict[str, float]:
-    """What the run took on this machine."""
+    """Return the time and memory that the run took on this machine."""
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     peak = torch.cuda.max_memory_allocated(world.device) if world.device.type == "cuda" else resident
     done = {"seconds": seconds, "tokens_per_s": tokens / seconds, "peak_memory_bytes": peak}

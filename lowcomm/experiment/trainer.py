@@ -78,7 +78,7 @@ def initial_model(config: RunConfig) -> Decoder:
 
 
 def _below(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What is named below a prefix, by the rest of the name."""
+    """Return the tensors whose names begin with a prefix, by the rest of their names."""
     return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
 
 
@@ -241,7 +241,7 @@ class Trainer:
         return step == t.steps or bool(t.eval_every and step % t.eval_every == 0)
 
     def evaluations(self, step: int) -> dict[str, float]:
-        """What is logged of the model after `step`, where an evaluation is due."""
+        """Evaluate the model after `step`, if that is due, and return what is to be logged."""
         t, last, found = self.config.train, step == self.config.train.steps, {}
         if not self._is_evaluated(step):
             return found

@@ -1,4 +1,4 @@
-"""What crosses the boundary of two stages of a pipeline: activations one way, their gradients the other.
+"""Boundaries between two stages of a pipeline, which activations cross one way and their gradients the other.
 
     dense      x as it is
     subspace   (x - T_fixed[ids]) U, and the token ids, from which the next stage rebuilds x (Protocol Models, Eq. 8);
@@ -80,7 +80,7 @@ _OF_ALL = ("kind", "codec", "codec_keep", "error_feedback")
 
 
 class Boundary(Choice, ABC):
-    """What one rank sends and takes.
+    """The messages that one rank sends and takes.
 
     Args:
         config: the settings.
@@ -120,7 +120,7 @@ class Boundary(Choice, ABC):
 
     @abstractmethod
     def values(self, x_ND: Tensor, ids_N: Tensor | None) -> Tensor:
-        """What is sent of x, flat; `ids` come with activations, and only where `wants_ids`."""
+        """Return what is sent of x, flat; `ids` come with activations, and only where `wants_ids`."""
 
     @abstractmethod
     def rebuilt(self, values: Tensor, ids_N: Tensor | None, tokens: int) -> Tensor:

@@ -15,7 +15,7 @@ from lowcomm.settings import number
 
 @dataclass(frozen=True)
 class BoundaryConfig:
-    """What crosses the boundaries of a pipeline's stages, and what the model is held to for it."""
+    """Settings of the boundaries between a pipeline's stages, and of the constraint on the model that they need."""
 
     kind: str = "dense"  # a `boundary.Boundary` by name: dense, subspace, low_rank
     rank: int = number(0, at_least=0)  # k of subspace, r of low_rank
@@ -35,7 +35,7 @@ class BoundaryConfig:
 
     @property
     def constraint(self) -> Constraint | None:
-        """What the model is made with."""
+        """The constraint on the model, if there is one."""
         if self.kind != "subspace":
             return None
         return Constraint(self.rank, self.dense_layers, self.mode == "reparametrised", self.basis, self.table)

@@ -95,7 +95,7 @@ def of_replicas(world: World, parameters: list[Tensor], which: Evaluated) -> Ten
 
 
 class Engine(Choice, ABC):
-    """What a training loop calls; the loop knows no method by name.
+    """The interface that a training loop calls; the loop knows no method by name.
 
     Attributes:
         one_model: whether replicas evaluate one model, or each its own.
@@ -147,7 +147,7 @@ class Engine(Choice, ABC):
         """Change in place what the engine keeps of parameters; waits for what travels."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What to checkpoint beside the model and the inner optimizer, transfers under way included (waits for them).
+        """Return what to checkpoint beside the model and the inner optimizer, transfers that it waits for included.
 
         It is this rank's own: every rank saves one, and loads its own.
         """
@@ -197,7 +197,7 @@ class DataParallel(Engine):
         return self.named
 
     def sent_bytes(self, steps: int) -> dict[str, int]:
-        """Those of `steps` means of all gradients in fp32."""
+        """Return the bytes of `steps` means of all gradients in fp32."""
         numel = sum(p.numel() for p in self.named.values())
         return {"gradients": steps * mean_bytes(numel, 4, self.world.replicas, self.world.replica)}
 

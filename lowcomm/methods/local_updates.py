@@ -67,7 +67,7 @@ def pairwise_cosine(vectors: list[Tensor]) -> float:
 
 
 class FragmentState:
-    """What a replica keeps of one fragment: its parameters, outer state and optimizer, and what is under way.
+    """The state that a replica keeps of one fragment: parameters, outer state and optimizer, and transfers under way.
 
     Attributes: `under_way` and `peers` are the means on their way (of what was sent, and of the next peers' slow
     weights), `due` the step after which the first is applied, `turns` the number of turns it has had.
@@ -104,7 +104,7 @@ class FragmentState:
         return torch.sub(agreed, theta, out=theta)
 
     def message(self) -> Tensor:
-        """What is to be averaged: the outer gradient, or the parameters themselves."""
+        """Return what is to be averaged: the outer gradient, or the parameters themselves."""
         return flatten(self.parameters).float() if self.outer.sends_parameters else self.delta()
 
     def apply(self, mean: Tensor, mixing: float, peers: Tensor | None = None) -> None:
@@ -133,7 +133,7 @@ class FragmentState:
         return [(piece.parameter, v.view(piece.shape)) for piece, v in zip(self.pieces, parts, strict=True)]
 
     def arrived(self, world: World) -> dict[str, Tensor]:
-        """What was under way, waited for; it is at hand from now on."""
+        """Wait for what is under way and return it by name; it is at hand from now on."""
         found = {}
         for name in ("under_way", "peers"):
             if (handle := getattr(self, name)) is not None:
@@ -277,7 +277,7 @@ class LocalUpdates(Engine):
         """Begin to replace `x` by its mean over this replica's group at the next turn of a fragment."""
         world, plan = self.world, self.plan
         group = plan.group(index, self.fragments[index].turns, world.replica)
-        if plan.is_plain(index) and not ahead:
+        if plan.is_plain(index) and len(group) == world.replicas and not ahead:
             refuse_non_finite(x, x.abs().max())
             return world.mean_async(x, purpose=purpose)
         sections: Sequence[Section] | None = None
@@ -314,7 +314,7 @@ class LocalUpdates(Engine):
             fragment.peers = self._mean(slow, index, self.plan.fp32, purpose=SLOW_WEIGHTS, ahead=True)
 
     def _has_turns_left(self, index: int) -> bool:
-        """Whether a fragment will be exchanged again, as far as is known."""
+        """Tell whether a fragment will be exchanged again, as far as is known."""
         return self.steps is None or self.fragments[index].turns < self.plan.turns_in(index, self.steps)
 
     @contextlib.contextmanager
@@ -367,7 +367,7 @@ class LocalUpdates(Engine):
         self._prepare()
 
     def sent_bytes(self, steps: int) -> dict[str, int]:
-        """Those of the plan."""
+        """Return the bytes of the plan."""
         return self.plan.total_bytes(steps, self.world.replica)
 
 

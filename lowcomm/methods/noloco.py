@@ -121,7 +121,7 @@ def paper_bounds(momentum: float, group: int) -> tuple[float, float]:
 
 
 def driven_bounds(momentum: float, lr: float, group: int) -> tuple[float, float]:
-    """The same as Eq. 74, exactly: between which pulls replicas stay together on a quadratic whose optimum they reach.
+    """Return the pulls between which replicas stay together on a quadratic whose optimum they reach: Eq. 74, exactly.
 
     The paper's case, inner steps that forget where they began (drive = lr), for many replicas; (nan, nan) where no
     pull will do. By scanning pulls up to 4, to 1e-3.
@@ -261,7 +261,7 @@ def _outer_step(
 def idle_growth(
     momentum: float, pull: float, group: int, *, replicas: int = 512, turns: int = 400, weights: int = 32, seed: int = 0
 ) -> float:
-    """By simulation: the factor by which the spread of replicas that compute nothing grows in an outer step.
+    """Simulate the factor by which the spread of replicas that compute nothing grows in an outer step.
 
     The geometric mean over the second half of the turns. Theory: `growth` of `second_moments`.
     """

@@ -223,7 +223,7 @@ class Pipeline:
 
     @property
     def errors(self) -> dict[str, Tensor]:
-        """What the boundary's messages could not say so far, to checkpoint (and to put back into it)."""
+        """The errors that the boundary keeps for its feedback, to checkpoint (and to put back into it)."""
         return self.boundary.errors
 
     def sent_bytes(self, steps: int, sequences: int, tokens: int) -> dict[str, int]:

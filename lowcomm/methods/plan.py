@@ -105,7 +105,7 @@ def _check_slices(method: MethodConfig, defaults: MethodConfig, replicas: int) -
 
 
 class Plan:
-    """What replicas of one model (or of one stage of it) exchange.
+    """The exchanges between replicas of one model, or of one stage of it.
 
     Args:
         shapes: of the parameters, by name, in the model's order.
@@ -164,7 +164,7 @@ class Plan:
         return self.method.overlap_steps[replica % len(self.method.overlap_steps)]
 
     def closes(self, fragment: int, steps: int) -> bool:
-        """Whether a fragment is exchanged once more at the end of a run of `steps`, besides its turns."""
+        """Tell whether a fragment is exchanged once more at the end of a run of `steps`, besides its turns."""
         return self.method.close_last_round and fragment not in self.turns(steps)
 
     def turns_in(self, fragment: int, steps: int) -> int:
@@ -185,14 +185,14 @@ class Plan:
         return self.peers.members((fragment, turn), self.replicas, replica)
 
     def is_plain(self, fragment: int) -> bool:
-        """Whether a turn of this fragment is an ordinary mean of fp32 values over all replicas, in two phases."""
+        """Whether turns of this fragment with all replicas are ordinary means of fp32 values, in two phases."""
         everyone = self.peers.most(self.replicas) == self.replicas
         return self.codec.lossless and self.method.trainable != "slice" and everyone
 
     # In how many bytes
 
     def purposes(self, turn: int) -> tuple[str, ...]:
-        """What travels for a turn: `OUTER`, and `SLOW_WEIGHTS` from the second turn on if the optimizer wants them."""
+        """Tell what travels for a turn: `OUTER`, and from the second on `SLOW_WEIGHTS` if the optimizer wants them."""
         return (OUTER, SLOW_WEIGHTS) if self.outer.needs_peers and turn else (OUTER,)
 
     def sent_bytes(self, fragment: int, turn: int, replica: int) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Ring attention (Liu et al., 2023): a sequence in segments, one a rank, whose keys and values go round.
+"""Ring attention (Liu et al., 2023): a sequence in segments, one per rank, whose keys and values go round.
 
 Rank i of R has tokens [i T, (i + 1) T). In R turns it meets the keys and values of every segment, its own first, while
 they travel on to the next rank; those of later segments it only hands on, as attention is causal. Softmax is taken
@@ -125,7 +125,10 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, world: World) -> Tensor:
 
 
 def ring_bytes(ranks: int, elements: int) -> int:
-    """What a rank sends in a forward and a backward pass; `elements`: of k or v, [B, N, T, H], in fp32."""
+    """Return the bytes that a rank sends in a forward and a backward pass.
+
+    elements: the values of k or v, [B, N, T, H], which are sent in fp32.
+    """
     return 4 * 2 * elements * (2 * (ranks - 1) + (ranks if ranks > 1 else 0))
 
 

@@ -36,7 +36,7 @@ def layer_fragments(layers: int, layers_per_fragment: int, pattern: Pattern) -> 
     A fragment holds at most `layers_per_fragment` layers; all layers are covered once.
     """
     if layers_per_fragment < 1 or layers < 1:
-        raise ValueError(f"{layers_per_fragment} layers a fragment of {layers} layers: both must be at least 1")
+        raise ValueError(f"{layers_per_fragment} layers per fragment of {layers} layers: both must be at least 1")
     count = -(-layers // layers_per_fragment)
     if pattern == "strided":
         return tuple(tuple(range(p, layers, count)) for p in range(count))

@@ -209,13 +209,13 @@ def move_bytes(dim: int, rank: int, replicas: int, stages: int, replica: int = 0
 
 
 class Unconstrained:
-    """What a trainer asks of a subspace, where there is none."""
+    """The null object of `Subspace`, for models without a constraint."""
 
     def watch(self) -> None:
         """After each backward pass."""
 
     def mean_dims(self) -> dict[str, int]:
-        """Of the parameters whose second moment is a mean: the dimension it is over."""
+        """Return the dimension of the mean for each parameter whose second moment is one."""
         return {}
 
     def project_gradients(self) -> None:
@@ -243,7 +243,7 @@ class Unconstrained:
         """Put back what `tensors` gave."""
 
     def tables(self) -> dict[str, Tensor]:
-        """What a saved model needs besides its parameters, by name."""
+        """Return the tables that a saved model needs besides its parameters, by name."""
         return {}
 
 
@@ -287,7 +287,7 @@ class Subspace(Unconstrained):
         return int(stored and isinstance(layer, SlicedLinear) and layer.dim == 1)
 
     def moves(self, step: int) -> bool:
-        """Whether the subspace moves after a step."""
+        """Tell whether the subspace moves after a step."""
         every = self.config.update_every_steps
         return every > 0 and step % every == 0
 
@@ -299,7 +299,7 @@ class Subspace(Unconstrained):
             self.model.probe.grad = None
 
     def mean_dims(self) -> dict[str, int]:
-        """Of the parameters whose second moment is a mean: the dimension it is over."""
+        """Return the dimension of the mean for each parameter whose second moment is one."""
         if not self.projected or self.config.second_moment == "element":
             return {}
         mixed = self.config.second_moment == "mixed"

@@ -91,7 +91,7 @@ def parameters(
 def trained_parameters(
     c: ModelConfig, sliced: Sequence[str], slices: int, constraint: Constraint | None = None
 ) -> ParameterCount:
-    """What a replica trains where each of `slices` replicas has its own slice of `sliced` (see `partial`)."""
+    """Count what a replica trains if each of `slices` replicas has its own slice of `sliced` (see `partial`)."""
     whole = parameters(c, constraint)
     q, kv = c.heads * c.width_of_head, c.key_value_heads * c.width_of_head
     written, _ = _written(c, constraint)

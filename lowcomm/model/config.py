@@ -1,4 +1,4 @@
-"""What a decoder is made of, in numbers and choices; `model` builds it."""
+"""The shape and the options of a decoder, which `decoder` builds."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class KeyValues:
         self._both: list[Tensor] = []
 
     def add(self, k_BKTH: Tensor, v_BKTH: Tensor) -> list[Tensor]:
-        """Those read so far, these last."""
+        """Append keys and values of new tokens, and return all that have been read so far, [B, K, length, H] each."""
         B, K, T, H = k_BKTH.shape
         self._both = self._both or [k_BKTH.new_empty(B, K, self.capacity, H) for _ in range(2)]
         begin, self.length = self.length, self.length + T
@@ -154,7 +154,7 @@ _recomputing = threading.local()
 
 
 def recomputing() -> bool:
-    """Whether a block is computed for the second time: for what its backward pass needs, not for its result."""
+    """Tell whether a block is being recomputed: for what its backward pass needs, and not for its result."""
     return getattr(_recomputing, "now", False)
 
 
@@ -349,7 +349,7 @@ class Decoder(nn.Module):
         return self._losses_of(self(x), targets_BT)
 
     def head_losses(self, x_BTD: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """The same from what `hidden` gives: norm, head and cross-entropy alone."""
+        """Compute what `losses` does from the result of `hidden`: norm, head and cross-entropy alone."""
         return self._losses_of(self.head(self.norm(x_BTD)), targets_BT)
 
     def _losses_of(self, logits_BTV: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:

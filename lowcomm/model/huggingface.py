@@ -119,7 +119,7 @@ class _Keys:
         self.file, self.values = file, _read_json(file)
 
     def refuse(self, key: str, value: Any, rule: str) -> ConfigError:
-        """What to raise where the value of a key breaks a rule."""
+        """Make the error to raise where the value of a key breaks a rule."""
         return ConfigError(f"{self.file}: {key} = {_shown(value)}: {rule}")
 
     def count(self, key: str, absent: int | None = None) -> int:
@@ -203,7 +203,7 @@ class _Keys:
                 raise self.refuse("sliding_window", window, rule)
 
     def model(self) -> ModelConfig:
-        """What the configuration asks for. Raises ConfigError where `Decoder` has no such thing."""
+        """Return the model that the configuration asks for. Raises ConfigError where `Decoder` has no such thing."""
         family = self.family()
         self.check_only()
         heads, dim, layers = (self.count(k) for k in ("num_attention_heads", "hidden_size", "num_hidden_layers"))
@@ -239,7 +239,7 @@ class _Keys:
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """What the config.json of a folder asks for.
+    """Return the model that the config.json of a folder asks for.
 
     Raises ConfigError, which names the file, the key, its value and the rule, for what `Decoder` cannot do.
     """

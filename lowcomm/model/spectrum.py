@@ -34,25 +34,31 @@ _OWN = re.compile(r"^blocks\.(\d+)\.(attention\.out|mlp\.down)\.weight$")
 
 
 def singular_values(w: Tensor) -> Tensor:
-    """Of a matrix, in descending order, fp64: from the eigenvalues of the smaller of w w^T and w^T w."""
+    """Return the singular values of a matrix in descending order, in fp64.
+
+    They are computed from the eigenvalues of the smaller of w w^T and w^T w.
+    """
     w = w.detach().double()
     small = w @ w.T if w.shape[0] <= w.shape[1] else w.T @ w
     return torch.linalg.eigvalsh(small).clamp_min(0).sqrt().flip(0)
 
 
 def stable_rank(s: Tensor) -> float:
-    """Of singular values. NaN where all are zero."""
+    """Return the stable rank of a matrix with singular values s; NaN where all of them are zero."""
     return float(s.square().sum() / s.max().square())
 
 
 def effective_rank(s: Tensor) -> float:
-    """Of singular values. NaN where all are zero."""
+    """Return the effective rank of a matrix with singular values s; NaN where all of them are zero."""
     p = s / s.sum()
     return float(torch.special.entr(p).sum().exp())
 
 
 def gaussian_stable_rank(rows: int, columns: int) -> float:
-    """Of a large Gaussian matrix: n m / (sqrt n + sqrt m)^2 (its largest singular value is sqrt n + sqrt m)."""
+    """Return the stable rank of a large Gaussian matrix, n m / (sqrt n + sqrt m)^2.
+
+    Its largest singular value is sqrt n + sqrt m.
+    """
     return rows * columns / (math.sqrt(rows) + math.sqrt(columns)) ** 2
 
 
