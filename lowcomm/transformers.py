@@ -56,24 +56,33 @@ _SIGNS = ("LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "PMI_SIZE", "OMPI_COMM
 
 
 def alone() -> None:
-    """Hide torchrun's variables from the Trainer, for good, so that it takes this process for the only one.
+    """Hide the other processes from the Trainer, for good, so that it takes this one for the only one.
 
-    To be called after `lowcomm.world()`, which reads them, and before TrainingArguments are made: else accelerate would
-    wrap the model in DistributedDataParallel, which averages gradients at every step. RANK stays, which says nothing to
-    accelerate. Raises ConfigError if it is called too early. Without torchrun it does nothing.
+    To be called after `lowcomm.world()` and before TrainingArguments are made. Else accelerate, which reads torchrun's
+    variables, would wrap the model in DistributedDataParallel, which averages gradients at every step; and
+    transformers, which asks `torch.distributed.is_initialized`, would save no model but that of rank 0. So the
+    variables are removed (but RANK, which neither reads), and the function says no. Without torchrun it does nothing.
+
+    Raises ConfigError if it is called before `lowcomm.world()`.
     """
-    if "RANK" in os.environ and not torch.distributed.is_initialized():
+    if "WORLD_SIZE" in os.environ and "RANK" in os.environ and not torch.distributed.is_initialized():
         raise ConfigError("lowcomm.transformers.alone() hides what lowcomm.world() reads: call lowcomm.world() first")
     for name in _SIGNS:
         os.environ.pop(name, None)
+    if torch.distributed.is_initialized():
+        torch.distributed.is_initialized = _not_initialized  # torch's own functions, which worlds call, do not ask it
+
+
+def _not_initialized() -> bool:
+    return False
 
 
 class SyncCallback(transformers.TrainerCallback):
     """Keeps the replica that a Trainer trains in touch with the others, by local updates.
 
     Evaluations, and whatever else calls the model in eval mode between two steps, see the agreed parameters; training
-    goes on with the replica's own. With `agreed` left in the model at the end, `trainer.evaluate`, `trainer.save_model`
-    and the like use them. What `engine.step` returns is added to the Trainer's `state.log_history`.
+    goes on with the replica's own. The agreed ones are left in the model at the end, for `trainer.save_model` and the
+    like. What `engine.step` returns is added to the Trainer's `state.log_history`.
 
     A checkpoint of the Trainer holds the replica's own parameters, and beside them lowcomm-rank-000.safetensors (with
     the rank's number) has the engine's state, transfers under way included. `trainer.train(resume_from_checkpoint=...)`
@@ -284,9 +293,9 @@ def _check_arguments(args: Any) -> None:
             f"the Trainer would spread one replica over {args.n_gpu} GPUs: start torchrun with --virtual-local-rank, or"
             " show each process one GPU (CUDA_VISIBLE_DEVICES)"
         )
-    if args.world_size > 1 or args.parallel_mode.value != "not_parallel":
+    if args.world_size > 1 or args.parallel_mode.value != "not_parallel" or torch.distributed.is_initialized():
         raise ConfigError(
-            f"the Trainer is distributed itself (parallel_mode = {args.parallel_mode.value}, world_size ="
+            f"the Trainer sees the other processes (parallel_mode = {args.parallel_mode.value}, world_size ="
             f" {args.world_size}): call lowcomm.transformers.alone() before TrainingArguments are made"
         )
     for name, why in (
