@@ -50,7 +50,7 @@ def options(base: type[T]) -> dict[str, type[T]]:
             if name in found:
                 raise ValueError(f"{value.__qualname__} and {found[name].__qualname__} are both named {name!r}")
             found[name] = value
-    return found
+    return dict(sorted(found.items(), key=lambda item: item[1].__module__))
 
 
 def choose(base: type[T], name: str, where: str) -> type[T]:

@@ -21,7 +21,8 @@ from lowcomm.comm.world import World
 from lowcomm.experiment import stop
 from lowcomm.experiment.batches import TokenData
 from lowcomm.experiment.config import RunConfig
-from lowcomm.experiment.run_folder import read_metrics
+from lowcomm.experiment.run_folder import RunFolder, read_metrics
+from lowcomm.experiment.source import source_digest
 from lowcomm.experiment.train import train, train_in_threads
 from lowcomm.experiment.trainer import Trainer, learning_rate
 from lowcomm.model.decoder import Decoder
@@ -307,12 +308,26 @@ def test_a_fresh_start_leaves_nothing_of_the_run_before(corpus: Path, tmp_path: 
     with pytest.raises(Crash):
         train_in_threads(small_run("diloco_m2", replicas=1), corpus, tmp_path / "run", on_row=crash)
     names = {str(p.relative_to(tmp_path / "run")) for p in (tmp_path / "run").rglob("*")}
-    assert names == {"notes.txt", "source.sha256", "metrics", "metrics/rank-000.jsonl"}
+    assert names == {"notes.txt", "metrics", "metrics/rank-000.jsonl"}
+    assert RunFolder.beside(tmp_path / "run").made_with == source_digest()
+
+
+def test_a_run_is_marked_with_the_source_as_it_was_loaded(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which may be another by the time it is trained; and reading it would hold up rank 0, for whom others wait."""
+    source_digest.cache_clear()
+    monkeypatch.setattr("lowcomm.experiment.source.PACKAGE", tmp_path)  # where there is none any more
+    folder = RunFolder.beside(tmp_path / "run")
+    train_in_threads(small_run("diloco_m2"), corpus, folder)
+    monkeypatch.undo()
+    source_digest.cache_clear()
+    assert folder.made_with == source_digest()
 
 
 def test_an_interrupted_cell_stops_its_ranks_with_a_checkpoint(corpus: Path, tmp_path: Path) -> None:
     code = (
-        "import os, signal; from pathlib import Path; from lowcomm.train import train_in_threads;"
+        "import os, signal; from pathlib import Path; from lowcomm.experiment.train import train_in_threads;"
         "signal.signal(signal.SIGINT, signal.default_int_handler);"  # a shell's background jobs ignore it
         "from tests.conftest import small_run;"
         "config = small_run('diloco_m2', train={'steps': 10**6});"
@@ -357,7 +372,8 @@ def test_the_saved_model_is_the_evaluated_one(reference: Path, corpus: Path) -> 
         data = TokenData(corpus, seq_len=t.seq_len, global_batch=t.global_batch, seed=0)
         trainer = Trainer(LONG, world, data)
         trainer.model.load_state_dict(weights, strict=True)
-        trainer.engine.state()["0/agreed"].copy_(torch.cat([p.flatten() for p in trainer.model.parameters()]).detach())
+        own = torch.cat([p.flatten() for p in trainer.model.parameters()]).detach()
+        trainer.engine.state_dict()["0/agreed"].copy_(own)
         return trainer.evaluate()
 
     assert run_threads(evaluate, replicas=2) == [summary["val_loss"]] * 2
