@@ -8,10 +8,9 @@ from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
-from lowcomm.experiment.run_folder import complete
 from lowcomm.experiment.source import source_digest
 from lowcomm.experiment.train import train_in_threads
-from pipelines.project import load_params, prepared, run_dir, run_points, times_dir
+from pipelines.project import load_params, prepared, run_folder, run_points
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -25,13 +24,10 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     source, params = source_digest(), load_params()
     data = {corpus: prepared(corpus, "smoke") for corpus in params["corpora"]}
     points = [point for run in params["runs"] for point in run_points(run, scale="smoke", params=params)]
-    todo = [config for config in points if not complete(run_dir(config), config, source)]
+    todo = [config for config in points if not run_folder(config).is_complete(config.to_dict(), source)]
     if not todo:
         return
     with ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn")) as pool:
-        began = [
-            pool.submit(train_in_threads, config, data[config.data.corpus], run_dir(config), times_dir(config))
-            for config in todo
-        ]
+        began = [pool.submit(train_in_threads, config, data[config.data.corpus], run_folder(config)) for config in todo]
         for done in began:
             done.result()

@@ -1,6 +1,7 @@
 """Ratios, measured side by side in one run.
 
     python -m pipelines.bench
+    python -m pipelines.bench --small     a few steps of small models: that all of it runs, and no more
 
 1. The trainer's tokens/s over those of a bare PyTorch loop with the same model, batch and optimizer.
 2. The engine's share of a step without exchange.
@@ -20,6 +21,8 @@ so that a machine whose speed drifts slows both. Medians are quoted, with the qu
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import json
 import os
 import statistics
@@ -40,20 +43,62 @@ from lowcomm.comm.start import default_device, run_threads, world_from_torchrun
 from lowcomm.comm.world import World
 from lowcomm.experiment.batches import TokenData
 from lowcomm.experiment.config import TrainConfig
+from lowcomm.experiment.data import prepare
 from lowcomm.experiment.train import train_in_threads
 from lowcomm.experiment.trainer import Trainer, inner_optimizer
-from lowcomm.methods.boundary import Boundary
+from lowcomm.methods.boundary import make_boundary
 from lowcomm.methods.config import BoundaryConfig
 from lowcomm.methods.partial import pieces, train_slice
 from lowcomm.methods.subspace import Subspace
-from lowcomm.model.accounting import training_flops
+from lowcomm.model.accounting import parameter_shapes, training_flops
 from lowcomm.model.config import ModelConfig
 from lowcomm.model.decoder import Decoder
-from pipelines.project import ROOT, prepared, run_config
+from pipelines.project import ROOT, corpus_configs, prepared, run_config
 
-BLOCK, BLOCKS = 50, 12
-PAYLOADS = {1_000_000: 100, 16_000_000: 30}  # fp32 values -> calls: 4 MB and 64 MB
-RANKS = (2, 4)
+#: Parts of the matrices that item 5 trains, and how many there are of each.
+SLICED, SLICES = ("mlp", "heads"), 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """How much is measured of what.
+
+    Attributes:
+        scale: of the trainer's run. block, blocks: its steps, in which trainer and bare loop alternate.
+        codec_values: fp32 values to and from bytes, on the CPU and on a GPU; codec_calls: how often.
+        wide: the model of item 5, wide enough that products of matrices are all that takes time, and of few words, so
+            that layers count. pairs: of steps.
+        thin: the model of item 6, as wide as a laptop allows. steps: how many.
+        payloads: fp32 values of an exchange -> calls. ranks: among how many.
+    """
+
+    scale: str = "laptop"
+    block: int = 50
+    blocks: int = 12
+    codec_values: tuple[int, int] = (2**22, 2**27)
+    codec_calls: int = 20
+    wide: ModelConfig = ModelConfig(dim=768, layers=4, heads=12, ffn_dim=3072, vocab_size=2048, seq_len=512, mlp="relu")
+    pairs: int = 12
+    thin: ModelConfig = ModelConfig(dim=1024, layers=4, heads=16, ffn_dim=2816, vocab_size=2048, seq_len=512)
+    steps: int = 8
+    payloads: tuple[tuple[int, int], ...] = ((1_000_000, 100), (16_000_000, 30))  # 4 MB and 64 MB
+    ranks: tuple[int, ...] = (2, 4)
+
+
+FULL = Sizes()
+SMALL = Sizes(
+    scale="smoke",
+    block=4,
+    blocks=5,
+    codec_values=(2**18, 2**18),
+    codec_calls=3,
+    wide=ModelConfig(dim=64, layers=2, heads=4, ffn_dim=256, vocab_size=64, seq_len=64, mlp="relu"),
+    pairs=3,
+    thin=ModelConfig(dim=64, layers=2, heads=4, ffn_dim=176, vocab_size=64, seq_len=64),
+    steps=3,
+    payloads=((10_000, 5),),
+    ranks=(2,),
+)
 
 
 def quartiles(values: list[float]) -> str:
@@ -62,18 +107,31 @@ def quartiles(values: list[float]) -> str:
     return f"{mid:.3f} ({low:.3f} to {high:.3f})"
 
 
-def trainer_and_engine() -> tuple[list[float], list[float]]:
+def trainer_and_engine(sizes: Sizes) -> tuple[list[float], list[float]]:
     """(trainer speed over bare speed, a value a block; engine's share of the step, a value a step)."""
-    scale = "laptop"
-    steps = BLOCK * BLOCKS
+    with tempfile.TemporaryDirectory() as out:
+        return _trainer_and_engine(sizes, Path(out))
+
+
+def _corpus(corpus: str, sizes: Sizes, out: Path) -> Path:
+    """The folder of the prepared corpus: the project's own; at small sizes one that is made for this alone."""
+    if sizes is FULL:
+        return prepared(corpus, sizes.scale)
+    source, data = corpus_configs(corpus, scale=sizes.scale)
+    prepare(source, data, out / "data", ROOT)
+    return out / "data"
+
+
+def _trainer_and_engine(sizes: Sizes, out: Path) -> tuple[list[float], list[float]]:
+    steps = sizes.block * sizes.blocks
     config = run_config(
         "diloco_m2",
-        scale=scale,
+        scale=sizes.scale,
         replicas=1,
         train={"steps": steps, "eval_every": 0},
         method={"sync_every_steps": steps},  # one exchange, after the last step: none is timed
     )
-    folder = prepared(config.data.corpus, scale)
+    folder = _corpus(config.data.corpus, sizes, out)
     t = config.train
     data = TokenData(folder, seq_len=t.seq_len, global_batch=t.global_batch, seed=0)
     model = Decoder(config.model).initialise(0)
@@ -82,7 +140,7 @@ def trainer_and_engine() -> tuple[list[float], list[float]]:
 
     def bare_block() -> float:
         begin = time.perf_counter()
-        for step in range(1, BLOCK + 1):
+        for step in range(1, sizes.block + 1):
             tokens = data.batch(step)
             loss, entropy = model.losses(tokens[:, :-1], tokens[:, 1:])
             loss.backward()
@@ -99,13 +157,12 @@ def trainer_and_engine() -> tuple[list[float], list[float]]:
     def on_row(trainer: Trainer, row: dict) -> None:
         if row["step"] == 1:
             _time_engine(trainer, shares)
-        if row["step"] % BLOCK == 0:
+        if row["step"] % sizes.block == 0:
             ours = time.perf_counter() - mark[0]
             ratios.append(bare_block() / ours)
             mark[0] = time.perf_counter()
 
-    with tempfile.TemporaryDirectory() as out:
-        train_in_threads(config, folder, Path(out) / "run", on_row=on_row)
+    train_in_threads(config, folder, out / "run", on_row=on_row)
     return ratios[1:-1], shares[1:-1]  # the first block warms up, the last holds the exchange
 
 
@@ -123,7 +180,7 @@ def _time_engine(trainer: Trainer, shares: list[float]) -> None:
         return wrapper
 
     engine.average_gradients = timed(engine.average_gradients)
-    engine.after_step = timed(engine.after_step)
+    engine.step = timed(engine.step)
     step = trainer.step
 
     def timed_step(number: int) -> dict:
@@ -135,19 +192,14 @@ def _time_engine(trainer: Trainer, shares: list[float]) -> None:
     trainer.step = timed_step
 
 
-#: Of item 5: wide enough that products of matrices are all that takes time; few words, so that layers count.
-WIDE = ModelConfig(dim=768, layers=4, heads=12, ffn_dim=3072, vocab_size=2048, seq_len=512, mlp="relu")
-SLICED, SLICES = ("mlp", "heads"), 4
-
-
-def sliced_step(pairs: int = 12) -> tuple[list[float], float]:
+def sliced_step(sizes: Sizes) -> tuple[list[float], float]:
     """(seconds of a sliced step over those of a full one, a value a pair of steps; the ratio of their FLOPs)."""
-    device = default_device()
-    tokens = torch.randint(0, WIDE.vocab_size, (2, WIDE.seq_len + 1), device=device)
+    device, wide = default_device(), sizes.wide
+    tokens = torch.randint(0, wide.vocab_size, (2, wide.seq_len + 1), device=device)
     steps = []
     for sliced in ((), SLICED):
-        model = Decoder(WIDE).initialise(0).to(device)
-        trained = train_slice(model, pieces(model, WIDE.layers, sliced, SLICES), 0)
+        model = Decoder(wide).initialise(0).to(device)
+        trained = train_slice(model, pieces(parameter_shapes(wide), sliced, SLICES, wide.layers), 0)
         optimizer = torch.optim.AdamW(trained.values(), fused=True)
 
         def step(model: Decoder = model, optimizer: torch.optim.Optimizer = optimizer) -> float:
@@ -160,20 +212,19 @@ def sliced_step(pairs: int = 12) -> tuple[list[float], float]:
             return time.perf_counter() - begin
 
         steps.append(step)
-    ratios = [steps[1]() / steps[0]() for _ in range(pairs + 2)][2:]
-    flops = training_flops(WIDE, 2, WIDE.seq_len, sliced=SLICED, slices=SLICES)
-    return ratios, flops / training_flops(WIDE, 2, WIDE.seq_len)
+    ratios = [steps[1]() / steps[0]() for _ in range(sizes.pairs + 2)][2:]
+    flops = training_flops(wide, 2, wide.seq_len, sliced=SLICED, slices=SLICES)
+    return ratios, flops / training_flops(wide, 2, wide.seq_len)
 
 
-#: Of item 6: as wide as a laptop allows.
-THIN = ModelConfig(dim=1024, layers=4, heads=16, ffn_dim=2816, vocab_size=2048, seq_len=512)
+#: Of item 6.
 SUBSPACE = BoundaryConfig("subspace", 10, update_every_steps=500, update_lr=1.0)
 
 
-def subspace_shares(steps: int = 8) -> dict[str, list[float]]:
+def subspace_shares(sizes: Sizes) -> dict[str, list[float]]:
     """Shares of a step of each part, a value a step; "adamw": its seconds over plain AdamW's."""
-    device = default_device()
-    model = Decoder(THIN, SUBSPACE.constraint).initialise(0).to(device)
+    device, thin = default_device(), sizes.thin
+    model = Decoder(thin, SUBSPACE.constraint).initialise(0).to(device)
     trained, found = dict(model.named_parameters()), {}
 
     def seconds(call: Callable[[], object]) -> float:
@@ -184,22 +235,20 @@ def subspace_shares(steps: int = 8) -> dict[str, list[float]]:
         return time.perf_counter() - begin
 
     def work(world: World) -> None:
-        subspace = Subspace(model, SUBSPACE, world, trained, (2, THIN.seq_len))
-        subspace.gram = torch.zeros(THIN.dim, THIN.dim, device=device)
-        model.probe = torch.zeros(2, THIN.seq_len, THIN.dim, device=device, requires_grad=True)
-        boundary = Boundary(model, SUBSPACE, 0)
-        train = TrainConfig(1, 2, THIN.seq_len, 1e-4, 0, 0, 1)
+        subspace = Subspace(model, SUBSPACE, world, trained, (2, thin.seq_len))
+        boundary = make_boundary(SUBSPACE, thin, model)
+        train = TrainConfig(1, 2, thin.seq_len, 1e-4, 0, 0, 1)
         rows = inner_optimizer(trained, train, subspace.mean_dims())
         plain = inner_optimizer(trained, train)
-        tokens = torch.randint(0, THIN.vocab_size, (2, THIN.seq_len + 1), device=device)
-        ids, x = tokens[:, :-1], torch.randn(2, THIN.seq_len, THIN.dim, device=device)
+        tokens = torch.randint(0, thin.vocab_size, (2, thin.seq_len + 1), device=device)
+        ids, x = tokens[:, :-1], torch.randn(2, thin.seq_len, thin.dim, device=device)
 
         def there_and_back() -> None:
-            for _ in range(THIN.layers - 1):
+            for _ in range(thin.layers - 1):
                 boundary.read_activations(boundary.activations(x, ids), ids.shape)
-                boundary.read_gradients(boundary.gradients(x), x)
+                boundary.read_gradients(boundary.gradients(x), ids.shape)
 
-        for number in range(1, steps + 3):
+        for number in range(1, sizes.steps + 3):
             step = seconds(lambda: model.losses(ids, tokens[:, 1:])[0].backward())
             parts = {
                 "watching": seconds(subspace.watch),
@@ -221,7 +270,7 @@ def subspace_shares(steps: int = 8) -> dict[str, list[float]]:
     return found
 
 
-def exchange_ranks() -> None:
+def exchange_ranks(sizes: Sizes) -> None:
     """Under torchrun: print one JSON line a verb and payload, with the ratios of World's time to all_reduce's."""
     world = world_from_torchrun(replicas=int(os.environ["WORLD_SIZE"]))
 
@@ -230,7 +279,7 @@ def exchange_ranks() -> None:
         if verb == "mean":
             x.div_(world.size)
 
-    for numel, calls in PAYLOADS.items():
+    for numel, calls in sizes.payloads:
         x, y = torch.randn(numel), torch.randn(numel)
         for verb, ours in {"sum": world.sum, "mean": world.mean}.items():
             ratios = []
@@ -272,10 +321,10 @@ def _plain_decode(packed: torch.Tensor, numel: int, codec: SmallFloat) -> torch.
     return (codec.values.to(packed.device)[code.long()] * 2.0 ** (packed[:blocks].float() - 127)[:, None]).view(-1)
 
 
-def codec_speed(calls: int = 20) -> dict[str, tuple[list[float], list[float]]]:
+def codec_speed(sizes: Sizes) -> dict[str, tuple[list[float], list[float]]]:
     """{"encode" or "decode": (share of a copy's speed, plain seconds over ours)}, a value a call."""
     device = default_device()
-    numel = 2**22 if device.type == "cpu" else 2**27
+    numel = sizes.codec_values[device.type != "cpu"]
     codec = make_codec("e3m0")
     x, there = torch.randn(numel, device=device), torch.empty(numel, device=device)
     packed = codec.encode(x)
@@ -296,43 +345,47 @@ def codec_speed(calls: int = 20) -> dict[str, tuple[list[float], list[float]]]:
 
     found = {}
     for name, (ours, plain) in pairs.items():
-        rows = [(seconds(ours), seconds(lambda: there.copy_(x)), seconds(plain)) for _ in range(calls + 2)][2:]
+        rows = [(seconds(ours), seconds(lambda: there.copy_(x)), seconds(plain)) for _ in range(sizes.codec_calls + 2)][
+            2:
+        ]
         found[name] = [copy / own for own, copy, _ in rows], [other / own for own, _, other in rows]
     return found
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     """Run all benchmarks and print a table."""
+    parser = argparse.ArgumentParser(prog="python -m pipelines.bench", description=__doc__.split("\n")[0])
+    parser.add_argument("--small", action="store_true", help="a few steps of small models, whose ratios say nothing")
+    sizes = SMALL if parser.parse_args(argv).small else FULL
     if "RANK" in os.environ:
-        exchange_ranks()
+        exchange_ranks(sizes)
         return 0
     torch.set_num_threads(1)
-    ratios, shares = trainer_and_engine()
+    ratios, shares = trainer_and_engine(sizes)
     print("| benchmark | ratio: median (quartiles) | asked for |\n|---|---|---|")
     print(f"| trainer tokens/s over a bare loop's | {quartiles(ratios)} | at least 0.97 |")
     print(f"| engine's share of a step without exchange, % | {quartiles([100 * s for s in shares])} | at most 0.5 |")
-    for name, (share, faster) in codec_speed().items():
+    for name, (share, faster) in codec_speed(sizes).items():
         print(f"| E3M0 {name} over a memory copy of the fp32 values, speed | {quartiles(share)} | at least 0.25 |")
         print(f"| plain PyTorch's seconds over ours, E3M0 {name} | {quartiles(faster)} | at least 3 |")
-    ratios, flops = sliced_step()
+    ratios, flops = sliced_step(sizes)
     print(
         f"| seconds of a step with 1/4 MLP + 1/4 heads over a full one's | {quartiles(ratios)} | FLOPs: {flops:.3f} |"
     )
-    shares = subspace_shares()
+    shares = subspace_shares(sizes)
     ratios = shares.pop("adamw")
     for name, values in shares.items():
         print(f"| subspace, % of a step: {name} | {quartiles([100 * v for v in values])} | about 1 in all |")
     print(f"| seconds of AdamW with a second moment a row over the fused one's | {quartiles(ratios)} | - |")
-    for ranks in RANKS:
+    for ranks in sizes.ranks:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(
-            [*command, "-m", "pipelines.bench"], env=environment, check=True, stdout=subprocess.PIPE, text=True
-        )
+        command += ["-m", "pipelines.bench", *(["--small"] if sizes is SMALL else [])]
+        done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
         for line in done.stdout.splitlines():
             found = json.loads(line)
             raw = "all-reduce" if found["verb"] == "sum" else "all-reduce and division"
-            what = f"fp32 {found['verb']} of {found['megabytes']:.0f} MB over {raw}, {ranks} ranks"
+            what = f"fp32 {found['verb']} of {found['megabytes']:g} MB over {raw}, {ranks} ranks"
             print(f"| {what} | {quartiles(found['ratios'])} | at most 1.1 |")
     return 0
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
+import pandas as pd
 import pytest
 
-from pipelines.report import Comparison, every, student
+from pipelines.report import Claim, Comparison, every, read_claims, student, write
 
 
 def compared(**losses: list[float]) -> Comparison:
@@ -44,9 +46,12 @@ def test_a_difference_is_resolved_beyond_the_noise_alone() -> None:
     assert (c.above("near", "base"), c.above("far", "base"), c.below("far", "base")) == (None, True, False)
     assert c.difference("near", "base") == "+0.200 (not resolved)"
     assert c.difference("far", "base") == "+0.900"
-    assert [c.verdict(h) for h in (True, False, None)] == ["Borne out", "Not borne out", "Not resolved"]
-    assert c.unharmed(("near", "base")) == "Borne out within the noise"
-    assert c.unharmed(("near", "base"), ("far", "base")) == "Not borne out"
+    told = [c.claim("it is so", holds, "it is").verdict for holds in (True, False, None)]
+    assert told == ["Borne out", "Not borne out", "Not resolved"]
+    assert c.unharmed(("near", "base")) is None
+    assert c.unharmed(("near", "base"), ("far", "base")) is False
+    assert c.unharmed(("base", "far")) is True
+    assert c.unharmed(("base", "far"), ("near", "base")) is None
 
 
 def test_one_seed_judges_nothing() -> None:
@@ -55,10 +60,25 @@ def test_one_seed_judges_nothing() -> None:
     assert math.isnan(c.noise)
     assert math.isnan(c.resolved("a", "b"))
     assert (c.above("b", "a"), c.difference("b", "a")) == (None, "+1.000")
-    assert c.verdict(True) == "Not judged (one seed)"
+    assert c.claim("it is so", True, "it is").verdict == "Not judged (one seed)"
 
 
 def test_all_hold_unless_one_does_not() -> None:
     assert every([True, True]) is True
     assert every([True, None]) is None
     assert every([None, False, True]) is False
+
+
+def test_claims_are_told_and_read_back(tmp_path: Path) -> None:
+    c = compared(a=[1.0, 1.1], b=[9.0])
+    claims = [c.claim("a beats b (by 8)", c.below("a", "b"), "1.05 ± 0.07", "it is resolved")]
+    claims.append(Claim("its weights do, too", None, "nothing", unjudged="no public checkpoint"))
+    assert str(claims[0]) == "Claim: a beats b (by 8). Borne out: 1.05 ± 0.07. Called borne out if it is resolved."
+    assert str(claims[1]) == "Claim: its weights do, too. Not judged (no public checkpoint): nothing."
+    write(pd.DataFrame({"x": [1, None]}), tmp_path / "table", title="Of x", claims=claims, notes=["a note"])
+    assert read_claims(tmp_path / "table.md") == claims
+    lines = (tmp_path / "table.md").read_text().splitlines()
+    assert lines[0] == "### Of x"
+    assert lines[-3:] == [f"- {claims[0]}", f"- {claims[1]}", "- a note"]
+    write(pd.DataFrame({"x": [1]}), tmp_path / "bare", title="Of x")
+    assert read_claims(tmp_path / "bare.md") == []

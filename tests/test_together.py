@@ -81,7 +81,7 @@ REFUSED = {
     ("trainable=next_fragment", "fragments=whole"): "next_fragment means nothing with method.fragments = whole",
     ("trainable=layers", "boundary=reparametrised"): "method.sliced = layers does not go with",
     ("trainable=all", "fragments=slices"): "fragments = slices means nothing with method.trainable = all",
-    ("trainable=next_fragment", "fragments=slices"): "fragments = slices means nothing with",
+    ("trainable=next_fragment", "fragments=slices"): "next_fragment means nothing with method.fragments = slices",
 }
 STEPS, SAVED = 8, 5  # saved after an update of the subspace, and with transfers in flight
 

@@ -316,12 +316,13 @@ def test_a_run_is_marked_with_the_source_as_it_was_loaded(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which may be another by the time it is trained; and reading it would hold up rank 0, for whom others wait."""
-    source_digest.cache_clear()
-    monkeypatch.setattr("lowcomm.experiment.source.PACKAGE", tmp_path)  # where there is none any more
+
+    def read_now() -> str:
+        raise AssertionError("the source was read when it was trained")
+
+    monkeypatch.setattr("lowcomm.experiment.train.source_digest", read_now)
     folder = RunFolder.beside(tmp_path / "run")
     train_in_threads(small_run("diloco_m2"), corpus, folder)
-    monkeypatch.undo()
-    source_digest.cache_clear()
     assert folder.made_with == source_digest()
 
 

@@ -1,9 +1,10 @@
 """The ingredients of methods, and the loss that each was measured to cost.
 
-Measured are runs of params.yaml (`results/<scale>/together/penalties.csv`), as logarithms of ratios of losses, which
-are added up. An ingredient is taken from the run nearest to it, and `extrapolated` says how far it is from there: the
-largest factor between what is asked and what was run, of replicas, H, slices or the stream's share; the model's size
-and the length of training apart. Loss ~ tokens^-b (also measured) turns a penalty into the tokens that buy it back.
+Measured are runs of params.yaml (`results/<scale>/together/training/penalties.csv`), as logarithms of ratios of losses,
+which are added up. An ingredient is taken from the run nearest to it, and `extrapolated` says how far it is from there:
+the largest factor between what is asked and what was run, of replicas, H, slices or the stream's share; the model's
+size and the length of training apart. Loss ~ tokens^-b (also measured) turns a penalty into the tokens that buy it
+back.
 """
 
 from __future__ import annotations

@@ -217,7 +217,7 @@ def shown(table: pd.DataFrame) -> pd.DataFrame:
 
 def measured_penalties() -> Path:
     """The file of penalties that belongs to this installation: of the checkout around it, or as it was installed."""
-    inner = Path("results/laptop/together/penalties.csv")
+    inner = Path("results/laptop/together/training/penalties.csv")
     checkout = Path(__file__).resolve().parents[2] / inner
     return checkout if checkout.exists() else Path(sys.prefix) / "share" / "lowcomm" / inner.name
 

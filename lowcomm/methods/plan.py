@@ -251,7 +251,8 @@ def _groups(found: list[Piece], method: MethodConfig) -> list[list[Piece]]:
         return [found]
     if method.fragments == "slices":
         keys = {piece: piece.owner for piece in found}
-        order: Sequence[int] = range(method.slices)
+        # A stage of a pipeline may hold none of the layers of a slice, and then has no fragment of it.
+        order: Sequence[int] = sorted({piece.owner for piece in found if piece.owner is not None})
     elif method.fragments == "patterns":
         keys, order = {}, range(len(method.fragment_patterns))
         for piece in found:
