@@ -7,12 +7,14 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-#: Command -> the module whose `main` it is, and what it does.
+from lowcomm.settings import ConfigError
+
+#: Command -> the module whose `main` it is, what it does, and the extra of the package that has what it needs.
 COMMANDS = {
-    "train": ("lowcomm.train", "train a run of params.yaml"),
-    "runs": ("lowcomm.__main__", "list the runs of params.yaml, and what is trained of them"),
-    "prepare": ("lowcomm.__main__", "prepare a corpus of params.yaml"),
-    "plan": ("lowcomm.cost.planner", "which method for which machines: time, bytes, memory and loss"),
+    "train": ("lowcomm.train", "train a run of params.yaml", "train"),
+    "runs": ("lowcomm.__main__", "list the runs of params.yaml, and what is trained of them", "train"),
+    "prepare": ("lowcomm.__main__", "prepare a corpus of params.yaml", "train"),
+    "plan": ("lowcomm.cost.planner", "which method for which machines: time, bytes, memory and loss", "plan"),
 }
 
 
@@ -37,21 +39,24 @@ def _prepare(words: Sequence[str]) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; see `--help`. Each command has a `--help` of its own."""
     words = list(sys.argv[1:] if argv is None else argv)
-    told = "\n".join(f"  {name:9}{what}" for name, (_, what) in COMMANDS.items())
+    told = "\n".join(f"  {name:9}{what}" for name, (_, what, _) in COMMANDS.items())
     if not words or words[0] not in COMMANDS:
         asked = "--help" in words
         print(f"{__doc__}\n\nusage: lowcomm COMMAND ...\n\n{told}", file=sys.stdout if asked else sys.stderr)
         return 0 if asked else 2
     name, *rest = words
-    if name in ("runs", "prepare"):
-        from lowcomm.settings import ConfigError
-
-        try:
+    module, _, extra = COMMANDS[name]
+    try:
+        if name in ("runs", "prepare"):
             return (_runs if name == "runs" else _prepare)(rest)
-        except ConfigError as error:
-            print(error, file=sys.stderr)
-            return 2
-    return importlib.import_module(COMMANDS[name][0]).main(rest)
+        return importlib.import_module(module).main(rest)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("lowcomm"):
+            raise
+        print(f"lowcomm {name} needs {error.name}: pip install 'lowcomm[{extra}]'", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

@@ -72,20 +72,32 @@ class Sizes:
         payloads: fp32 values of an exchange -> calls. ranks: among how many.
     """
 
-    scale: str = "laptop"
-    block: int = 50
-    blocks: int = 12
-    codec_values: tuple[int, int] = (2**22, 2**27)
-    codec_calls: int = 20
-    wide: ModelConfig = ModelConfig(dim=768, layers=4, heads=12, ffn_dim=3072, vocab_size=2048, seq_len=512, mlp="relu")
-    pairs: int = 12
-    thin: ModelConfig = ModelConfig(dim=1024, layers=4, heads=16, ffn_dim=2816, vocab_size=2048, seq_len=512)
-    steps: int = 8
-    payloads: tuple[tuple[int, int], ...] = ((1_000_000, 100), (16_000_000, 30))  # 4 MB and 64 MB
-    ranks: tuple[int, ...] = (2, 4)
+    scale: str
+    block: int
+    blocks: int
+    codec_values: tuple[int, int]
+    codec_calls: int
+    wide: ModelConfig
+    pairs: int
+    thin: ModelConfig
+    steps: int
+    payloads: tuple[tuple[int, int], ...]
+    ranks: tuple[int, ...]
 
 
-FULL = Sizes()
+FULL = Sizes(
+    scale="laptop",
+    block=50,
+    blocks=12,
+    codec_values=(2**22, 2**27),
+    codec_calls=20,
+    wide=ModelConfig(dim=768, layers=4, heads=12, ffn_dim=3072, vocab_size=2048, seq_len=512, mlp="relu"),
+    pairs=12,
+    thin=ModelConfig(dim=1024, layers=4, heads=16, ffn_dim=2816, vocab_size=2048, seq_len=512),
+    steps=8,
+    payloads=((1_000_000, 100), (16_000_000, 30)),  # 4 MB and 64 MB
+    ranks=(2, 4),
+)
 SMALL = Sizes(
     scale="smoke",
     block=4,

@@ -193,3 +193,13 @@ def test_a_size_may_change_numbers_of_methods() -> None:
     typo = _changed("scales/paper/sizes/noloco/base/methods", {"nolocco": {"sync_every_steps": 50}})
     with pytest.raises(ConfigError, match="no method named 'nolocco'; did you mean 'noloco'"):
         run_config("noloco", variant="dp8_pp1", scale="paper", params=typo)
+
+
+@pytest.mark.parametrize("scale", ["gpu", "paper"])
+def test_larger_scales_have_the_papers_fragments_and_mlps(scale: str) -> None:
+    for run in ("streaming_h30", "streaming_h100"):
+        assert run_config(run, scale=scale).method.layers_per_fragment == 3
+    for point in run_points("overtraining_streaming", scale=scale):
+        assert point.method.layers_per_fragment == 3
+    model = run_config("noloco", variant="dp4_pp2", scale=scale).model
+    assert (model.mlp, model.qk_norm, model.z_loss) == ("gated", False, 0.0)
