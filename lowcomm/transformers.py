@@ -260,7 +260,7 @@ class SyncCallback(transformers.TrainerCallback):
         return f"lowcomm-rank-{self.world.rank:03d}.safetensors"
 
     def _identity(self) -> dict[str, Any]:
-        """What the engine's state belongs to: the method, the replicas, and the replica's own parameters."""
+        """Return what the engine's state belongs to: the method, the replicas, and the replica's own parameters."""
         method = {f"method.{key}": value for key, value in dataclasses.asdict(self.method).items()}
         own = {"replicas": self.world.replicas, "seed": self.seed, "parameters": _digest(self.engine.named)}
         return json.loads(json.dumps(method | own))

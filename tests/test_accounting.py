@@ -141,7 +141,7 @@ EMBEDDINGS = {
 def test_shapes_of_parameters_are_those_of_a_decoder(
     mlp: str, norm: str, qk_norm: bool, tied: bool, constraint: Constraint | None
 ) -> None:
-    """By name and in its order, of the whole and of every stage; tied embeddings and a subspace exclude each other."""
+    """Names and order agree too, of the whole and of every stage; tied embeddings and a subspace exclude each other."""
     shape = {"layers": 5, "kv_heads": 2, "head_dim": 8}
     config = dataclasses.replace(SMALL, mlp=mlp, norm=norm, qk_norm=qk_norm, tied=tied, **shape)
     for stages in (1,) if tied else (1, 2, 3, 5):

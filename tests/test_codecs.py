@@ -34,7 +34,7 @@ IN_BLOCKS = [n for n in CODECS if _codec(n).block]
 
 
 def _zeros_are_neutral(codec: Codec) -> bool:
-    """Whether zeros in a whole block leave the codes of its other values as they are: not where its scale is a mean."""
+    """Tell whether zeros in a block leave the codes of its other values as they are: not where its scale is a mean."""
     half = _values(math.lcm(BLOCK, codec.block) // 2).clamp(-6e4, 6e4)
     twice, once = (torch.cat([half, other]) for other in (half, torch.zeros_like(half)))
     decoded = [codec.decode(codec.encode(x), x.numel())[: half.numel()] for x in (twice, once)]
@@ -56,7 +56,7 @@ def test_bytes_and_shapes_at_every_size(name: str, numel: int) -> None:
 
 
 def test_codecs_of_one_name_encode_alike() -> None:
-    """By its name the members of a mean see that they use one codec, settings included."""
+    """The members of a mean see by the name that they use one codec, settings included."""
     seen: dict[str, torch.Tensor] = {}
     x = _values(1000).clamp(-6e4, 6e4)
     for name, keep in itertools.product(CODECS, (0.1, 0.5, 1.0)):

@@ -185,7 +185,7 @@ class Plan:
         return self.peers.members((fragment, turn), self.replicas, replica)
 
     def is_plain(self, fragment: int) -> bool:
-        """Whether turns of this fragment with all replicas are ordinary means of fp32 values, in two phases."""
+        """Tell whether turns of this fragment with all replicas are ordinary means of fp32 values, in two phases."""
         everyone = self.peers.most(self.replicas) == self.replicas
         return self.codec.lossless and self.method.trainable != "slice" and everyone
 
