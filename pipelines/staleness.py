@@ -3,10 +3,10 @@
     python -m pipelines.staleness
 
 A stage of dvc.yaml depends on a list in build/sources/: a line for each definition that its notebook (or command)
-reaches, with a digest of its syntax tree. A list is made by following names: from the notebook's cells to the
+reaches, with its module and a digest of its syntax tree. A list is made by following names: from the notebook's cells to the
 definitions that they import, from these to what they name in turn, through `lowcomm` and `pipelines`; of a class, the
 methods whose names something reached uses. So a change to a function touches the tables that use it, and no others; and
-prose touches none.
+prose touches none. Nor does a new name for a function: a digest knows functions by the order in which they are met.
 
 Training is followed module by module, as its choices find each other by name (`lowcomm.choices`); what it decides, the
 probes tell (`pipelines.probes`).
@@ -17,6 +17,7 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,9 +47,31 @@ def path_of(module: str) -> Path | None:
     return next((p for p in (path.with_suffix(".py"), path / "__init__.py") if p.exists()), None)
 
 
-def digest(*nodes: ast.AST) -> str:
-    """SHA-256 of syntax trees."""
-    return hashlib.sha256("\n".join(ast.dump(node) for node in nodes).encode()).hexdigest()
+@functools.cache
+def parsed(path: Path) -> ast.AST:
+    """The syntax tree of a module, or of all code cells of a notebook, without docstrings."""
+    text = path.read_text()
+    if path.suffix == ".ipynb":
+        text = "\n".join(c.source for c in nbformat.reads(text, as_version=4).cells if c.cell_type == "code")
+    return without_docstrings(ast.parse(text))
+
+
+@functools.cache
+def renamable() -> frozenset[str]:
+    """Names of functions and methods that decide nothing: they are no text, no keyword and no field anywhere."""
+    functions: set[str] = set()
+    others: set[str] = set()
+    paths = [path for name in PACKAGES for path in (ROOT / name).rglob("*.py")]
+    for node in (n for path in [*paths, *(ROOT / "notebooks").glob("*.ipynb")] for n in ast.walk(parsed(path))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            functions.add(node.name)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            others.add(node.value)
+        elif isinstance(node, ast.keyword):
+            others.add(node.arg or "")
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            others.add(node.target.id)
+    return frozenset(name for name in functions - others if not name.startswith("__"))
 
 
 def used(node: ast.AST) -> Iterator[ast.Name | ast.Attribute | ast.ImportFrom]:
@@ -67,8 +90,7 @@ def used(node: ast.AST) -> Iterator[ast.Name | ast.Attribute | ast.ImportFrom]:
 class Module:
     """The definitions of a module, by name, and the places of what it imports from this repository."""
 
-    def __init__(self, source: str, package: str):
-        tree = without_docstrings(ast.parse(source))
+    def __init__(self, tree: ast.AST, package: str):
         self.statements: dict[str, list[ast.stmt]] = {}
         #: Name here -> the place; (module, "*") for a module as a whole.
         self.imports: dict[str, Place] = {}
@@ -101,7 +123,7 @@ def _is_for_types(statement: ast.stmt) -> bool:
 def load(module: str) -> Module:
     """A module of this repository."""
     path = path_of(module)
-    return Module(path.read_text(), module if path.name == "__init__.py" else module.rpartition(".")[0])
+    return Module(parsed(path), module if path.name == "__init__.py" else module.rpartition(".")[0])
 
 
 @functools.cache
@@ -120,12 +142,13 @@ def derived() -> dict[str, list[Place]]:
 class Reach:
     """All that some code reaches: `found` has a digest for each place."""
 
-    def __init__(self, source: str, module: str = ""):
+    def __init__(self, tree: ast.AST, module: str = ""):
         self.found: dict[Place, str] = {}
+        self._numbers: dict[str, str] = {}  # of functions, in the order in which they are met
         self._attributes: set[str] = set()
         self._methods: dict[str, list[tuple[Place, Module, ast.stmt]]] = {}  # not reached so far, by their names
         self._todo: list[Place] = []
-        own = Module(source, module.rpartition(".")[0])
+        own = Module(tree, module.rpartition(".")[0])
         for name, statements in own.statements.items():
             self._read((module, name), own, statements)
         while self._todo:
@@ -163,9 +186,18 @@ class Reach:
                     self._read((module, f"{name}.{method}"), of, [inner])
                 else:
                     self._methods.setdefault(method, []).append(((module, f"{name}.{method}"), of, inner))
-        self.found[place] = digest(*kept)
+        self.found[place] = self._digest(kept)
         for node in kept:
             self._follow(node, of, place[0])
+
+    def _digest(self, nodes: list[ast.AST]) -> str:
+        """SHA-256 of syntax trees, with the numbers of functions in place of their names."""
+
+        def numbered(name: re.Match[str]) -> str:
+            return self._numbers.setdefault(name[0], f"#{len(self._numbers)}") if name[1] in renamable() else name[0]
+
+        trees = "\n".join(ast.dump(node) for node in nodes)
+        return hashlib.sha256(re.sub(r"'([A-Za-z_]\w*)'", numbered, trees).encode()).hexdigest()
 
     def _follow(self, node: ast.AST, of: Module, module: str) -> None:
         for use in used(node):
@@ -184,8 +216,7 @@ class Reach:
 
 def of_notebook(path: Path) -> dict[Place, str]:
     """Digests of a notebook's code cells and of all that they reach."""
-    cells = [c.source for c in nbformat.read(path, as_version=4).cells if c.cell_type == "code"]
-    reach = Reach("\n".join(cells)).found
+    reach = Reach(parsed(path)).found
     own = [value for (module, _), value in sorted(reach.items()) if not module]
     return {("cells", "*"): hashlib.sha256(" ".join(own).encode()).hexdigest()} | {
         place: value for place, value in reach.items() if place[0]
@@ -194,7 +225,7 @@ def of_notebook(path: Path) -> dict[Place, str]:
 
 def of_command(module: str) -> dict[Place, str]:
     """Digests of a module and of all that it reaches."""
-    return Reach(path_of(module).read_text(), module).found
+    return Reach(parsed(path_of(module)), module).found
 
 
 def modules_of_training() -> list[str]:
@@ -214,8 +245,8 @@ def modules_of_training() -> list[str]:
 
 def of_training() -> dict[Place, str]:
     """Digests of whole modules: the trainer's and all that it imports."""
-    trees = {m: without_docstrings(ast.parse(path_of(m).read_text())) for m in modules_of_training()}
-    return {(module, "*"): digest(tree) for module, tree in trees.items()}
+    trees = {module: ast.dump(parsed(path_of(module))) for module in modules_of_training()}
+    return {(module, "*"): hashlib.sha256(tree.encode()).hexdigest() for module, tree in trees.items()}
 
 
 def main() -> None:
@@ -226,7 +257,7 @@ def main() -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     for name, reached in found.items():
-        lines = [f"{value}  {module}:{defined}\n" for (module, defined), value in sorted(reached.items())]
+        lines = sorted(f"{module} {value}\n" for (module, _), value in reached.items())
         (folder / f"{name}.txt").write_text("".join(lines))
 
 

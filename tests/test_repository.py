@@ -105,16 +105,28 @@ def test_lists_of_sources_follow_what_a_notebook_reaches() -> None:
     assert not any(module.startswith(("lowcomm.cost", "pipelines")) for module in training)
 
 
-def test_digests_of_code_know_no_comments_and_no_docstrings(tmp_path: Path) -> None:
-    def digests(source: str) -> dict[staleness.Place, str]:
-        return staleness.Reach(source).found
+def test_digests_of_code_know_no_comments_no_docstrings_and_no_names_of_functions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def digests(source: str) -> list[str]:
+        file = tmp_path / f"{hash(source)}.py"
+        file.write_text(source)
+        return list(staleness.Reach(staleness.parsed(file)).found.values())
 
-    plain = "def f(x):\n    return x + 1\n\nclass A:\n    def g(self):\n        return f(2)\n\nA().g()\n"
+    monkeypatch.setattr(staleness, "renamable", lambda: frozenset("fgh"))
+    plain = "def f(x):\n    return x + 1\n\nclass A:\n    def g(self):\n        return f(f(2)) - len('')\n\nA().g()\n"
     told = plain.replace("(x):\n", '(x):\n    """Add one."""  # one\n').replace(
         "class A:\n", 'class A:\n    """A."""\n'
     )
-    assert digests(plain) == digests(told)
-    assert digests(plain) != digests(plain.replace("+ 1", "+ 2"))
+    assert digests(plain) == digests(told) == digests(plain.replace("f(", "h("))
+    for change in (("+ 1", "+ 2"), ("f(f(2))", "f(2)"), ("f(f(2))", "g(f(2))"), ("len", "sum"), ("A", "B")):
+        assert digests(plain) != digests(plain.replace(*change)), change
+
+
+def test_a_renamed_function_is_no_text_and_no_field() -> None:
+    names = staleness.renamable()
+    assert {"contraction_bound", "unflatten_into"} <= names
+    assert not names & {"__init__", "load_folder", "steps"}  # Python's own, the API's text, a field of settings
 
 
 def test_settings_of_a_run_hold_what_differs_from_the_defaults(tmp_path: Path) -> None:
