@@ -3,10 +3,11 @@
     python -m pipelines.staleness
 
 A stage of dvc.yaml depends on a list in build/sources/: a line for each definition that its notebook (or command)
-reaches, with its module and a digest of its syntax tree. A list is made by following names: from the notebook's cells to the
-definitions that they import, from these to what they name in turn, through `lowcomm` and `pipelines`; of a class, the
-methods whose names something reached uses. So a change to a function touches the tables that use it, and no others; and
-prose touches none. Nor does a new name for a function: a digest knows functions by the order in which they are met.
+reaches, with its module and a digest of its syntax tree. A list is made by following names: from the notebook's cells
+to the definitions that they import, from these to what they name in turn, through `lowcomm` and `pipelines`; of a
+class, the methods whose names something reached uses. So a change to a function touches the tables that use it, and no
+others. Prose touches none, nor does a new name for a function: a digest knows functions by the order in which they are
+met.
 
 Training is followed module by module, as its choices find each other by name (`lowcomm.choices`); what it decides, the
 probes tell (`pipelines.probes`).

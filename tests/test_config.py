@@ -195,11 +195,32 @@ def test_a_size_may_change_numbers_of_methods() -> None:
         run_config("noloco", variant="dp8_pp1", scale="paper", params=typo)
 
 
+def test_a_run_may_multiply_numbers_of_its_size() -> None:
+    variants = ("m4_h30", "m4_whole_batch")
+    whole, doubled = (run_config("ablation_diloco", variant=v, scale="laptop").train for v in variants)
+    assert (doubled.steps, doubled.warmup_steps) == (whole.steps / 2, whole.warmup_steps / 2)
+    assert doubled.global_batch == 2 * whole.global_batch
+    asked = run_config("ablation_diloco", variant="m4_whole_batch", scale="laptop", train={"steps": 70})
+    assert asked.train.steps == 70
+    for factors, message in (
+        ({"train": {"stepz": 2}}, "no number in runs.diloco_m2.times.train named 'stepz'; did you mean 'steps'"),
+        ({"train": {"steps": "2x"}}, "runs.diloco_m2.times.train.steps = '2x' must be a number, and multiply a number"),
+        ({"train": 2}, "runs.diloco_m2.times.train = 2 must be a number, and multiply a number"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            run_config("diloco_m2", scale="smoke", params=_changed("runs/diloco_m2/times", factors))
+
+
+@pytest.mark.parametrize("scale", ["smoke", "laptop", "gpu", "paper"])
+def test_noloco_has_the_papers_mlp_at_every_scale(scale: str) -> None:
+    for run in PARAMS["runs"]:
+        for point in run_points(run, scale=scale) if run.startswith("noloco") else []:
+            assert (point.model.mlp, point.model.qk_norm, point.model.z_loss) == ("gated", False, 0.0), run
+
+
 @pytest.mark.parametrize("scale", ["gpu", "paper"])
-def test_larger_scales_have_the_papers_fragments_and_mlps(scale: str) -> None:
+def test_larger_scales_have_the_papers_fragments(scale: str) -> None:
     for run in ("streaming_h30", "streaming_h100"):
         assert run_config(run, scale=scale).method.layers_per_fragment == 3
     for point in run_points("overtraining_streaming", scale=scale):
         assert point.method.layers_per_fragment == 3
-    model = run_config("noloco", variant="dp4_pp2", scale=scale).model
-    assert (model.mlp, model.qk_norm, model.z_loss) == ("gated", False, 0.0)

@@ -160,6 +160,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     monkeypatch.setattr(planner, "measured_penalties", lambda: table)
     assert lowcomm(["plan", *words]) == 0
     said = capsys.readouterr().out
+    assert "Times are lower bounds" in said
     assert said.startswith("2.68e+10 tokens in 102,168 steps;")
     assert "| method | replicas x stages |" in said
     monkeypatch.setattr(planner, "measured_penalties", lambda: tmp_path / "none" / "penalties.csv")

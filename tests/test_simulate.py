@@ -181,6 +181,22 @@ def test_table_4_of_streaming_diloco() -> None:
     assert near >= 73
 
 
+def test_the_constant_of_table_4_does_not_carry_over_to_the_later_paper() -> None:
+    """It asks for more in nearly every cell, though rarely by more than a point of the grid: notebook 32 says so."""
+    work = Workload(48, 1e10, 0.8)
+    off = []
+    for row in published("streaming_diloco", "table4_later"):
+        every = row["H"]
+        exchange = diloco(48, every, bits_per_parameter=BITS) if every else data_parallel(48, bits_per_parameter=BITS)
+        curve = compute_utilisation(work, exchange, GRID)
+        for level, theirs in zip(row["utilization"], row["gbit_per_s"], strict=True):
+            ours = bandwidth_needed(curve, GRID, level / 100)
+            off.append(round(np.log(ours / theirs) / np.log(GRID[1] / GRID[0])))
+    assert min(off) >= 0
+    assert np.mean(off) > 0.5
+    assert sum(o <= 1 for o in off) >= 23
+
+
 # Pipelines
 
 

@@ -252,6 +252,7 @@ def main(words: Sequence[str] | None = None) -> int:
         ask.exit(1, f"nothing fits into {given.memory_gb:g} GB on {given.nodes} nodes\n")
     print(f"{job.tokens:.3g} tokens in {job.steps:,} steps; {len(table)} configurations fit; best first\n")
     print(markdown(shown(table[(table.index < given.rows) | table.front])))
+    print("\nTimes are lower bounds: packets' headers, TCP's slow start and what is sent again are not counted.")
     return 0
 
 

@@ -3,8 +3,9 @@
 `params.yaml` holds four dictionaries. `scales.<scale>` gives every number a run needs, and families of `sizes` that
 change some of them (and, under `methods`, numbers of methods at that size); `methods.<method>` names a combination of
 the independent choices; `corpora.<corpus>` says where text comes from. `runs.<run>` names a method, a corpus, a replica
-count, a family of sizes (and one of it, `base` by default) and seeds, and may override any section; with `variants` it
-is a sweep: each variant overrides once more, its size and seeds too.
+count, a family of sizes (and one of it, `base` by default) and seeds, and may override any section; `times` multiplies
+numbers instead, whatever they are at a scale. With `variants` a run is a sweep: each variant overrides once more, its
+size, seeds and factors too.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if TYPE_CHECKING:  # it imports torch, for which the reading of results need not
 
 Params = dict[str, Any]
 _REQUIRED = ("method", "corpus", "replicas", "sizes", "seeds")
-_RUN_KEYS = {*_REQUIRED, "size", "override", "variants"}
+_RUN_KEYS = {*_REQUIRED, "size", "override", "times", "variants"}
 
 
 def pick(section: dict[str, Any], key: str, what: str) -> Any:
@@ -38,6 +39,20 @@ def _merge(base: dict, over: dict) -> dict:
     out = dict(base)
     for key, value in over.items():
         out[key] = _merge(out[key], value) if isinstance(value, dict) and isinstance(out.get(key), dict) else value
+    return out
+
+
+def _times(sections: dict, factors: dict, where: str) -> dict:
+    """Sections with some of their numbers multiplied; whole numbers stay whole, rounded down."""
+    out = dict(sections)
+    for key, factor in factors.items():
+        value = pick(sections, key, f"number in {where}")
+        if isinstance(factor, dict):
+            out[key] = _times(value, factor, f"{where}.{key}")
+        elif isinstance(value, int | float) and isinstance(factor, int | float):
+            out[key] = type(value)(value * factor)
+        else:
+            raise ConfigError(f"{where}.{key} = {factor!r} must be a number, and multiply a number, got {value!r}")
     return out
 
 
@@ -161,6 +176,7 @@ class Project:
             raise ConfigError(f"run {run} has no variants, so none is named {variant!r}")
         change = dict(pick(variants, variant, f"variant of {run}"))
         seeds = change.pop("seeds", entry["seeds"])
+        factors = change.pop("times", entry.get("times", {}))
         size = dict(pick(sizes, change.pop("size", entry.get("size", "base")), f"size of {entry['sizes']}"))
         methods_there = size.pop("methods", {})
         for name in methods_there:
@@ -172,11 +188,11 @@ class Project:
             {"method": methods_there.get(entry["method"], {})},
             entry.get("override", {}),
             change,
-            override,
         )
         sections = numbers
         for layer in layers:
             sections = _layer(sections, layer)
+        sections = _layer(_times(sections, factors, f"runs.{run}.times"), override)
         model = dict(sections["model"])
         if "preset" in model:
             model = asdict(pick(PRESETS, model.pop("preset"), "preset")) | model
