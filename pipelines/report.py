@@ -196,6 +196,7 @@ def write(
     told = [f"- {line}" for line in (*claims, *notes)]
     body = [f"### {title}", "", markdown(table if shown is None else shown), "", *told]
     path.with_suffix(".md").write_text("\n".join(body).rstrip() + "\n")
+    path.with_suffix(".claims.json").unlink(missing_ok=True)
     if claims:
         records = [dataclasses.asdict(claim) for claim in claims]
         path.with_suffix(".claims.json").write_text(json.dumps(records, indent=1, ensure_ascii=False) + "\n")

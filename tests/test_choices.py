@@ -111,10 +111,10 @@ class Halves(Boundary):
     def numel(self, tokens):
         return tokens * self.width // 2
 
-    def values(self, x_ND, ids_N):
-        return x_ND[:, : self.width // 2].flatten()
+    def values(self, x_TD, ids_T):
+        return x_TD[:, : self.width // 2].flatten()
 
-    def rebuilt(self, values, ids_N, tokens):
+    def rebuilt(self, values, ids_T, tokens):
         x = torch.zeros(tokens, self.width)
         x[:, : self.width // 2] = values.view(tokens, -1)
         return x

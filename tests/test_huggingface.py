@@ -220,7 +220,7 @@ def test_a_loaded_model_keeps_to_the_subspace(constraint: Constraint, tmp_path: 
     # Whatever the rank, the embedding is the one that was loaded, and the last layer is free.
     assert torch.allclose(model.embed(ids()), free.embed(ids()), atol=1e-5)
     assert torch.equal(model.blocks["2"].mlp.down.weight, free.blocks["2"].mlp.down.weight)
-    x, cos, sin = model.embed(ids()), model.cos_TH, model.sin_TH
+    x, cos, sin = model.embed(ids()), model.cos_TC, model.sin_TC
     for i in range(3):
         moving = x - model.fixed_VD[ids()]
         assert (moving - moving @ u @ u.T).norm() <= 1e-5 * x.norm()

@@ -62,7 +62,7 @@ def test_no_token_sees_the_future(config: ModelConfig) -> None:
     x = model.embedding(tokens).detach().requires_grad_()
     h = x
     for block in model.blocks.values():
-        h = block(h, model.cos_TH[:12], model.sin_TH[:12])
+        h = block(h, model.cos_TC[:12], model.sin_TC[:12])
     h[0, 5].sum().backward()
     assert torch.count_nonzero(x.grad[0, 6:]) == 0
     assert torch.count_nonzero(x.grad[0, :6]) > 0

@@ -360,9 +360,9 @@ def test_what_the_update_sees_is_the_gradient_at_the_last_compressed_layer(corpu
         x = model.embed(part[:, :-1])
         T = x.shape[1]
         for name in ("0", "1", "2"):
-            x = model.blocks[name](x, model.cos_TH[:T], model.sin_TH[:T])
+            x = model.blocks[name](x, model.cos_TC[:T], model.sin_TC[:T])
         x.retain_grad()
-        logits = model.head(model.norm(model.blocks["3"](x, model.cos_TH[:T], model.sin_TH[:T])))
+        logits = model.head(model.norm(model.blocks["3"](x, model.cos_TC[:T], model.sin_TC[:T])))
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten())
         loss = loss + config.model.z_loss * logits.logsumexp(-1).square().mean()
         (loss / 2).backward()

@@ -16,7 +16,7 @@ def shares(numel: int, ranks: int) -> list[tuple[int, int]]:
 def mean_bytes(numel: int, itemsize: int, ranks: int, rank: int = 0) -> int:
     """Bytes that `rank` sends in one mean of `numel` values: every other share, then its own to all.
 
-    numel + (ranks - 2) * share values, so 2 (R-1)/R of the payload when R divides it: the bytes of a ring.
+    numel + (ranks - 2) * share values, so 2 (G-1)/G of the payload when G divides it: the bytes of a ring.
     """
     if ranks == 1:
         return 0
@@ -44,9 +44,9 @@ Section = tuple[int, Sequence[int]]
 def encoded_mean_in_shares(numel: int, codec: Encoding, ranks: int, owners: int | None = None) -> bool:
     """Tell whether a mean sends fewer bytes if each owner sums a share of the values and then shares the sum in fp32.
 
-    With R ranks, O of them owners (default: all), and b bytes per value: gathered, each rank gets each owner's values,
-    O (R - 1) b n bytes in all. In shares, each owner sends the other owners their shares, encoded, and then its own sum
-    to every rank as fp32: ((O - 1) b + 4 (R - 1)) n. With O = R shares win from R = 9 at 4 bits; with O = 1, never.
+    With G ranks, O of them owners (default: all), and b bytes per value: gathered, each rank gets each owner's values,
+    O (G - 1) b n bytes in all. In shares, each owner sends the other owners their shares, encoded, and then its own sum
+    to every rank as fp32: ((O - 1) b + 4 (G - 1)) n. With O = G shares win from G = 9 at 4 bits; with O = 1, never.
     """
     owners = ranks if owners is None else owners
     if codec.block == 0 or owners == 0:
@@ -63,8 +63,8 @@ def encoded_mean_bytes(numel: int, codec: Encoding, ranks: int, rank: int = 0) -
 def owned_mean_bytes(sections: Sequence[Section], codec: Encoding, ranks: int, rank: int = 0) -> int:
     """Bytes that `rank` sends in one mean of encoded values, of each section over its owners.
 
-    Of n fp32 values in N sections of R/N owners each, (1 + 1/N - 2/R) 4 n; with zeros for what a rank does not own, in
-    an ordinary mean, (2 - 2/R) 4 n.
+    Of n fp32 values in N sections of G/N owners each, (1 + 1/N - 2/G) 4 n; with zeros for what a rank does not own, in
+    an ordinary mean, (2 - 2/G) 4 n.
     """
     if ranks == 1:
         return 0
@@ -82,7 +82,7 @@ def owned_mean_bytes(sections: Sequence[Section], codec: Encoding, ranks: int, r
 
 
 def ring_seconds(payload_bytes: float, ranks: int, bits_per_second: Any, latency_s: float = 0.0) -> Any:
-    """Seconds of a mean over a link: 2 (R-1)/R * 8 S / B, and two latencies (one a phase). B may be an array."""
+    """Seconds of a mean over a link: 2 (G-1)/G * 8 S / B, and two latencies (one a phase). B may be an array."""
     if ranks == 1:
         return 0.0
     return 2 * (ranks - 1) / ranks * 8 * payload_bytes / bits_per_second + 2 * latency_s

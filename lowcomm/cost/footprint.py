@@ -15,6 +15,7 @@ import torch
 
 from lowcomm.cost.predict import kinds_of_stage, message_bytes, stage_numel
 from lowcomm.experiment.config import RunConfig
+from lowcomm.methods.plan import Plan
 from lowcomm.methods.subspace import overhead_bytes
 from lowcomm.model.accounting import MemoryCount, memory, parameters, trained_parameters
 from lowcomm.model.config import stage_layers
@@ -28,22 +29,30 @@ def stage_memory(config: RunConfig, stage: int) -> MemoryCount:
     m, c, numel = config.method, config.model, stage_numel(config, stage)
     part = dataclasses.replace(c, layers=len(stage_layers(c.layers, config.stages, stage)))
     whole, trained = parameters(part), trained_parameters(part, m.sliced, m.slices)
-    buffers, fetched, waiting = 0, None, False
+    buffers, on_device = 0, None
     if config.exchanges_parameters:
         plan = config.plan(stage)
         waiting = plan.outer.needs_peers
-        buffers = 1 + len(plan.outer.of(m).buffers(torch.empty(0))) + waiting
-        fetched = max(f.numel for f in plan.fragments) if m.offload_outer else None
-    found = memory(
-        numel,
-        inner=config.train.optimizer,
-        outer_buffers=buffers,
-        fetched=fetched,
-        trained=numel - (whole.total - trained.total),
-    )
-    if waiting and fetched is not None:
-        found = dataclasses.replace(found, outer_on_device=4 * (fetched * (buffers - 1) + numel))
-    return found
+        fetched = 1 + len(plan.outer.of(m).buffers(torch.empty(0)))
+        buffers = fetched + waiting
+        if m.offload_outer:
+            on_device = 4 * (_most_fetched(plan, max(m.overlap_steps), fetched) + waiting * numel)
+    trains = numel - (whole.total - trained.total)
+    found = memory(numel, inner=config.train.optimizer, outer_buffers=buffers, trained=trains)
+    return found if on_device is None else dataclasses.replace(found, outer_on_device=on_device)
+
+
+def _most_fetched(plan: Plan, tau: int, buffers: int) -> int:
+    """Values of outer state on the device at the worst step: fragments that are applied, and what is agreed of others.
+
+    A fragment that is sent needs what was agreed alone; one that is applied, tau steps later, all of its `buffers`.
+    """
+    held, h = [], plan.method.sync_every_steps
+    for step in range(3 * h, 4 * h):  # from 2 H on, every fragment has had its first turn
+        applied = sum(plan.fragments[f].numel for f in plan.turns(step - tau))
+        sent = sum(plan.fragments[f].numel for f in plan.turns(step)) if tau else 0
+        held.append(buffers * applied + sent)
+    return max(held)
 
 
 def activation_bytes(config: RunConfig, stage: int) -> int:

@@ -2,8 +2,8 @@
 
 A batch is a pure function of (seed, step, replica). Window w of the corpus belongs to lane w mod B, where
 B is the global batch; row r of every global batch comes from lane r, which walks through its windows in
-an order drawn from (seed, lane, epoch). Replica m owns lanes m B/R to (m+1) B/R, so replicas
-never see each other's windows, and the global batch of a step is the same for every R.
+an order drawn from (seed, lane, epoch). Replica m owns lanes m B/M to (m+1) B/M, so replicas
+never see each other's windows, and the global batch of a step is the same for every M.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class TokenData:
         return self._windows // self.global_batch
 
     def batch(self, step: int, replica: int = 0, replicas: int = 1) -> Tensor:
-        """Tokens [B/R, T+1] int64 of inner step `step` (from 1) for one replica."""
+        """Tokens [B/M, T+1] int64 of inner step `step` (from 1) for one replica."""
         rows = self.global_batch // replicas
         epoch, place = divmod(step - 1, self.epoch_steps())
         out = np.empty((rows, self.seq_len + 1), dtype=np.int64)

@@ -112,19 +112,19 @@ class Boundary(Choice, ABC):
     @property
     def device(self) -> torch.device:
         """Where the stage is."""
-        return self.model.cos_TH.device
+        return self.model.cos_TC.device
 
     @abstractmethod
     def numel(self, tokens: int) -> int:
         """Values in a message of so many tokens."""
 
     @abstractmethod
-    def values(self, x_ND: Tensor, ids_N: Tensor | None) -> Tensor:
+    def values(self, x_TD: Tensor, ids_T: Tensor | None) -> Tensor:
         """Return what is sent of x, flat; `ids` come with activations, and only where `wants_ids`."""
 
     @abstractmethod
-    def rebuilt(self, values: Tensor, ids_N: Tensor | None, tokens: int) -> Tensor:
-        """x [N, D] from its values."""
+    def rebuilt(self, values: Tensor, ids_T: Tensor | None, tokens: int) -> Tensor:
+        """x [T, D] from its values."""
 
     def activation_bytes(self, tokens: int) -> int:
         """Bytes of one message of activations."""
@@ -193,10 +193,10 @@ class Dense(Boundary):
     def numel(self, tokens: int) -> int:
         return tokens * self.width
 
-    def values(self, x_ND: Tensor, ids_N: Tensor | None) -> Tensor:
-        return x_ND.flatten()
+    def values(self, x_TD: Tensor, ids_T: Tensor | None) -> Tensor:
+        return x_TD.flatten()
 
-    def rebuilt(self, values: Tensor, ids_N: Tensor | None, tokens: int) -> Tensor:
+    def rebuilt(self, values: Tensor, ids_T: Tensor | None, tokens: int) -> Tensor:
         return values.view(tokens, self.width)
 
 
@@ -215,10 +215,10 @@ class LowRank(Boundary):
     def numel(self, tokens: int) -> int:
         return min(self.rank, tokens, self.width) * (tokens + self.width)
 
-    def values(self, x_ND: Tensor, ids_N: Tensor | None) -> Tensor:
-        return torch.cat([part.flatten() for part in low_rank(x_ND, self.rank)])
+    def values(self, x_TD: Tensor, ids_T: Tensor | None) -> Tensor:
+        return torch.cat([part.flatten() for part in low_rank(x_TD, self.rank)])
 
-    def rebuilt(self, values: Tensor, ids_N: Tensor | None, tokens: int) -> Tensor:
+    def rebuilt(self, values: Tensor, ids_T: Tensor | None, tokens: int) -> Tensor:
         rank = min(self.rank, tokens, self.width)
         p, q = values.split([tokens * rank, self.width * rank])
         return p.view(tokens, rank) @ q.view(self.width, rank).T
@@ -246,13 +246,13 @@ class InSubspace(Boundary):
     def numel(self, tokens: int) -> int:
         return tokens * self.rank
 
-    def values(self, x_ND: Tensor, ids_N: Tensor | None) -> Tensor:
-        moving = x_ND if ids_N is None else x_ND - self.model.fixed_VD[ids_N]
+    def values(self, x_TD: Tensor, ids_T: Tensor | None) -> Tensor:
+        moving = x_TD if ids_T is None else x_TD - self.model.fixed_VD[ids_T]
         return (moving @ self.model.basis_DR).flatten()
 
-    def rebuilt(self, values: Tensor, ids_N: Tensor | None, tokens: int) -> Tensor:
+    def rebuilt(self, values: Tensor, ids_T: Tensor | None, tokens: int) -> Tensor:
         x = values.view(tokens, self.rank) @ self.model.basis_DR.T
-        return x if ids_N is None else x.add_(self.model.fixed_VD[ids_N])
+        return x if ids_T is None else x.add_(self.model.fixed_VD[ids_T])
 
 
 def _check_rank(rank: int, most: int) -> None:

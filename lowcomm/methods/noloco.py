@@ -6,16 +6,16 @@ A replica has slow weights phi_i and, after its inner steps, theta_i; in an oute
     phi_i <- phi_i + m_i                                                             Eq. 3
 
 Groups are drawn anew each time. In the subspace of what replicas differ by, taking the group's mean is a random
-projection P, and 1 - P another, Q; with R replicas in groups of n
+projection P, and 1 - P another, Q; with M replicas in groups of n
 
-    E[Q] = q 1,   q = (R - groups) / (R - 1)          `differing`
+    E[Q] = q 1,   q = (M - groups) / (M - 1)          `differing`
 
-so second moments follow a linear map of three numbers, exactly, for any R. The paper neglects correlations to get its
+so second moments follow a linear map of three numbers, exactly, for any M. The paper neglects correlations to get its
 Eq. 74; this does not.
 
     symbol  name here         symbol  name here
     alpha   `momentum`        n       `group`
-    beta    `lr`              R       `replicas`
+    beta    `lr`              M       `replicas`
     gamma   `pull`
 """
 
@@ -89,9 +89,9 @@ class PulledMomentum(HeavyBall):
 
 
 def differing(group: int, replicas: float = math.inf) -> float:
-    """q: the share of what replicas differ by that differs inside random groups, (R - groups) / (R - 1).
+    """q: the share of what replicas differ by that differs inside random groups, (M - groups) / (M - 1).
 
-    (n - 1) R / (n (R - 1)) where n divides R, (n - 1) / n for many replicas, 1 for a group of all.
+    (n - 1) M / (n (M - 1)) where n divides M, (n - 1) / n for many replicas, 1 for a group of all.
     """
     if not 1 <= group <= replicas:
         raise ValueError(f"groups of {group} among {replicas} replicas: the size must be between 1 and the replicas")
@@ -231,7 +231,7 @@ class Quadratic:
 
 
 def _draw(rng: np.random.Generator, replicas: int, group: int) -> NDArray[np.int64]:
-    """Random groups [R / n, n]."""
+    """Random groups [M / n, n]."""
     if replicas % group:
         raise ValueError(f"groups of {group} must divide {replicas} replicas here")
     return rng.permutation(replicas).reshape(-1, group)

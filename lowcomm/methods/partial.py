@@ -1,6 +1,6 @@
 """Partial Parameter Updates (arXiv:2509.22418): a replica trains one slice of some matrices, and all of the others.
 
-Of R replicas, replica k trains slice k mod N (section 2.2.1; the index is inferred, any balanced one will do):
+Of M replicas, replica k trains slice k mod N (section 2.2.1; the index is inferred, any balanced one will do):
 
     mlp      rows of W_up (and of the gate), and the columns of W_down that go with them
     heads    rows of W_Q, W_K and W_V: whole heads

@@ -1,6 +1,6 @@
 """Ring attention (Liu et al., 2023): a sequence in segments, one per rank, whose keys and values go round.
 
-Rank i of R has tokens [i T, (i + 1) T). In R turns it meets the keys and values of every segment, its own first, while
+Rank i of G has tokens [i T, (i + 1) T). In G turns it meets the keys and values of every segment, its own first, while
 they travel on to the next rank; those of later segments it only hands on, as attention is causal. Softmax is taken
 block by block with a running maximum. In the backward pass they go round once more, and their gradients with them,
 which are home after the last turn.
@@ -58,7 +58,7 @@ def _taken(handle: Handle, like: tuple[Tensor, ...]) -> list[Tensor]:
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, ring: _Ring) -> Tensor:
-        """q, k, v [B, N, T, H] of this rank's segment -> [B, N, T, H]."""
+        """q, k, v [B, N, T, C] of this rank's segment -> [B, N, T, C]."""
         kt, vt, sent = k, v, []
         top = torch.full_like(q[..., :1], -torch.inf)
         total, y = torch.zeros_like(top), torch.zeros_like(q)
@@ -110,9 +110,9 @@ class _Attention(torch.autograd.Function):
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, world: World) -> Tensor:
-    """Causal attention of this rank's segment [B, N, T, H] over all tokens up to its own; every replica must call it.
+    """Causal attention of this rank's segment [B, N, T, C] over all tokens up to its own; every replica must call it.
 
-    k, v [B, K, T, H], where K divides N. Replicas stand for segments, in order. Computed in fp32 at least, whatever the
+    k, v [B, K, T, C], where K divides N. Replicas stand for segments, in order. Computed in fp32 at least, whatever the
     type of q. Raises ConfigError for ranks in threads that share a GPU: autograd has one thread for it, in which the
     backward pass of one rank would wait for another's.
     """
@@ -127,13 +127,13 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, world: World) -> Tensor:
 def ring_bytes(ranks: int, elements: int) -> int:
     """Return the bytes that a rank sends in a forward and a backward pass.
 
-    elements: the values of k or v, [B, N, T, H], which are sent in fp32.
+    elements: the values of k or v, [B, N, T, C], which are sent in fp32.
     """
     return 4 * 2 * elements * (2 * (ranks - 1) + (ranks if ranks > 1 else 0))
 
 
 def in_segments(model: Decoder, world: World, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Make `model` read its segment of sequences; returns (ids, targets) [B, T / R] of it from tokens [B, T + 1].
+    """Make `model` read its segment of sequences; returns (ids, targets) [B, T / G] of it from tokens [B, T + 1].
 
     Raises ValueError where T does not split.
     """

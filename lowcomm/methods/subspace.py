@@ -23,8 +23,8 @@ of tr S, so that the step size has no unit (the paper prints neither its scale n
 What lived in the old subspace, weights, first moments and outer state, is projected on the new one.
 
     symbol  name here          symbol  name here
-    U       `basis` [D, k]     S       `gram` [D, D]
-    k       `rank`             eta     `update_lr`
+    U       `basis` [D, R]     S       `gram` [D, D]
+    k, R    `rank`             eta     `update_lr`
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def share_outside(gram: Tensor, basis: Tensor) -> float:
 
 
 def grassmann_gradient(gram: Tensor, basis: Tensor) -> Tensor:
-    """The Riemannian gradient of `share_outside` [D, k] (Eq. 11), in fp64."""
+    """The Riemannian gradient of `share_outside` [D, R] (Eq. 11), in fp64."""
     s, u = gram.double(), basis.double()
     euclidean = s @ u * (-2 / s.trace())
     return euclidean - u @ (u.T @ euclidean)
@@ -166,45 +166,45 @@ def _columns(c: ModelConfig, b: BoundaryConfig) -> int:
 def overhead_flops(c: ModelConfig, b: BoundaryConfig, sequences: int, tokens: int, stages: int) -> dict[str, int]:
     """FLOPs of keeping to the subspace, of a whole pipeline: three a step, and of one "update".
 
-    "boundaries": activations and gradients, compressed and rebuilt, 8BTDk at each of the stages - 1; "projection" of
-    gradients [D, n], 4Dkn, and of weights that AdamW moves out of it as much; "watching" the gradients at the last
+    "boundaries": activations and gradients, compressed and rebuilt, 8BTDR at each of the stages - 1; "projection" of
+    gradients [D, n], 4DRn, and of weights that AdamW moves out of it as much; "watching" the gradients at the last
     compressed layer, 2BTD^2. An update takes S U and its projection on the tangent, and projects weights and AdamW's
-    first moments, 4Dkn each (QR, and outer state, are not counted). Re-parametrised, nothing is projected, and an
-    update turns k coordinates, 2k^2 n each.
+    first moments, 4DRn each (QR, and outer state, are not counted). Re-parametrised, nothing is projected, and an
+    update turns R coordinates, 2R^2 n each.
     """
-    D, k, bt = c.dim, b.rank, sequences * tokens
+    D, R, bt = c.dim, b.rank, sequences * tokens
     n = _columns(c, b) + c.vocab_size
     projected = b.mode == "projected"
     moving = b.update_every_steps > 0
     weights = {"row": 0, "mixed": max(0, c.layers - b.dense_layers) * c.heads * c.width_of_head, "element": n}
-    carry = 4 * D * k * n if projected else 2 * k * k * n
+    carry = 4 * D * R * n if projected else 2 * R * R * n
     return {
-        "boundaries": 8 * bt * D * k * (stages - 1),
-        "projection": 4 * D * k * (n + weights[b.second_moment]) if projected else 0,
+        "boundaries": 8 * bt * D * R * (stages - 1),
+        "projection": 4 * D * R * (n + weights[b.second_moment]) if projected else 0,
         "watching": 2 * bt * D * D if moving else 0,
-        "update": moving * (2 * D * D * k + 4 * D * k * k + 2 * carry),
+        "update": moving * (2 * D * D * R + 4 * D * R * R + 2 * carry),
     }
 
 
 def overhead_bytes(c: ModelConfig, b: BoundaryConfig, itemsize: int = 4) -> dict[str, int]:
     """Memory that a stage holds besides, whatever the length of its sequences, and what its optimizer saves.
 
-    "fixed_embedding" V D `itemsize` (2 in bf16), "basis" 4Dk, "gram" 4D^2 (at the last stage, where the subspace
+    "fixed_embedding" V D `itemsize` (2 in bf16), "basis" 4DR, "gram" 4D^2 (at the last stage, where the subspace
     moves); "second_moment" of the whole model: means in place of entries.
     """
-    D, k, V = c.dim, b.rank, c.vocab_size
+    D, R, V = c.dim, b.rank, c.vocab_size
     mixed = max(0, c.layers - b.dense_layers) * c.ffn_dim
     rows = {"row": _columns(c, b) + V, "mixed": mixed + V, "element": 0}[b.second_moment]
     return {
         "fixed_embedding": V * D * itemsize,
-        "basis": 4 * D * k,
+        "basis": 4 * D * R,
         "gram": 4 * D * D if b.update_every_steps else 0,
         "second_moment": -4 * rows * (D - 1) if b.mode == "projected" else 0,
     }
 
 
 def move_bytes(dim: int, rank: int, replicas: int, stages: int, replica: int = 0) -> tuple[int, int]:
-    """Bytes that a rank of the last stage sends in one move: (S [D, D] among replicas, U [D, k] to other stages)."""
+    """Bytes that a rank of the last stage sends in one move: (S [D, D] among replicas, U [D, R] to other stages)."""
     return mean_bytes(dim * dim, 4, replicas, replica), (stages - 1) * 4 * dim * rank
 
 
@@ -272,7 +272,7 @@ class Subspace(Unconstrained):
         self.basis = model.basis_DR
         self.names = model.constrained()
         self.projected = config.mode == "projected"
-        #: What is constrained of what is trained, and its dimension of size D (or k, re-parametrised).
+        #: What is constrained of what is trained, and its dimension of size D (or R, re-parametrised).
         self.trained = {n: (trained[n], self._dim(n, stored=True)) for n in self.names if n in trained}
         self.gram: Tensor | None = None
         if config.update_every_steps and world.stage == world.stages - 1:

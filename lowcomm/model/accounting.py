@@ -5,7 +5,7 @@ A multiply-add counts as two FLOPs. Counted: every matrix product, attention at 
 embedding lookup, the optimizer. This is what `torch.utils.flop_counter.FlopCounterMode` counts.
 
 Legend: B sequences, T tokens, D width, F feed-forward width, V vocabulary, L layers,
-N heads, K key/value heads, H head width, P parameters, R replicas.
+N heads, K key/value heads, C head width, R rank of a subspace, P parameters, M replicas.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def parameter_shapes(
     c: ModelConfig, constraint: Constraint | None = None, *, stage: int = 0, stages: int = 1
 ) -> dict[str, tuple[int, ...]]:
     """Shapes of the parameters of a decoder, or of a stage of it, by name and in the order of `Decoder`'s own."""
-    D, F, V, H = c.dim, c.ffn_dim, c.vocab_size, c.width_of_head
-    q, kv = c.heads * H, c.key_value_heads * H
+    D, F, V, C = c.dim, c.ffn_dim, c.vocab_size, c.width_of_head
+    q, kv = c.heads * C, c.key_value_heads * C
     layers = stage_layers(c.layers, stages, stage)
     narrow = range(_written(c, constraint)[1])  # layers whose writing matrices are Z of W = U Z
 
@@ -59,7 +59,7 @@ def parameter_shapes(
         found |= {f"{block}.attention.{name}.weight": (rows, D) for name, rows in (("q", q), ("k", kv), ("v", kv))}
         found[f"{block}.attention.out.weight"] = (width, q)
         if c.qk_norm:
-            found |= norm(f"{block}.attention.q_norm", H) | norm(f"{block}.attention.k_norm", H)
+            found |= norm(f"{block}.attention.q_norm", C) | norm(f"{block}.attention.k_norm", C)
         found |= norm(f"{block}.mlp_norm", D)
         found |= {f"{block}.mlp.{name}.weight": (F, D) for name in ("up", "gate")[: 1 + (c.mlp == "gated")]}
         found[f"{block}.mlp.down.weight"] = (width, F)
@@ -69,7 +69,7 @@ def parameter_shapes(
 
 
 def _written(c: ModelConfig, constraint: Constraint | None) -> tuple[int, int]:
-    """(D or k summed over layers: how wide what they write is, layers of which it is k)."""
+    """(D or R summed over layers: how wide what they write is, layers of which it is R)."""
     if constraint is None or not constraint.reparametrised:
         return c.layers * c.dim, 0
     narrow = max(0, c.layers - constraint.dense_layers)
@@ -112,8 +112,8 @@ def _writing_flops(c: ModelConfig, tokens: int, constraint: Constraint | None) -
 def forward_flops(c: ModelConfig, sequences: int, tokens: int, constraint: Constraint | None = None) -> int:
     """FLOPs of one forward pass over `sequences` sequences of `tokens` tokens.
 
-    Per layer 2BTD(2NH + 2KH) projections + 4BT^2 NH attention + 2BTDF per MLP matrix; 2BTDV logits. Where matrices are
-    W = U Z (Protocol Models), their products cost 2BTk each way instead, and U's 2BTkD.
+    Per layer 2BTD(2NC + 2KC) projections + 4BT^2 NC attention + 2BTDF per MLP matrix; 2BTDV logits. Where matrices are
+    W = U Z (Protocol Models), their products cost 2BTR each way instead, and U's 2BTRD.
     """
     q, kv = c.heads * c.width_of_head, c.key_value_heads * c.width_of_head
     bt = sequences * tokens

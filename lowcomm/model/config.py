@@ -17,7 +17,7 @@ class ModelConfig:
     vocab_size: int  # V
     seq_len: int  # longest T
     kv_heads: int = 0  # K; 0 means as many as heads
-    head_dim: int = 0  # H; 0 means dim / heads
+    head_dim: int = 0  # C; 0 means dim / heads
     mlp: Literal["relu", "gelu", "gated"] = "gated"
     norm: Literal["rms", "layer"] = "rms"
     qk_norm: bool = False

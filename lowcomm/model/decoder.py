@@ -9,7 +9,7 @@ What writes into the residual stream may be held to a subspace (`Constraint`), a
 may be kept (`KeyValues`), to read on one token at a time.
 
 Shape legend: B batch, T tokens, D model width, F feed-forward width, V vocabulary,
-N query heads, K key/value heads, H width of a head, R rank of the subspace.
+N query heads, K key/value heads, C width of a head, R rank of the subspace.
 """
 
 from __future__ import annotations
@@ -40,28 +40,28 @@ class KeyValues:
         self.capacity, self.length = capacity, 0
         self._both: list[Tensor] = []
 
-    def add(self, k_BKTH: Tensor, v_BKTH: Tensor) -> list[Tensor]:
-        """Append keys and values of new tokens, and return all that have been read so far, [B, K, length, H] each."""
-        B, K, T, H = k_BKTH.shape
-        self._both = self._both or [k_BKTH.new_empty(B, K, self.capacity, H) for _ in range(2)]
+    def add(self, k_BKTC: Tensor, v_BKTC: Tensor) -> list[Tensor]:
+        """Append keys and values of new tokens, and return all that have been read so far, [B, K, length, C] each."""
+        B, K, T, C = k_BKTC.shape
+        self._both = self._both or [k_BKTC.new_empty(B, K, self.capacity, C) for _ in range(2)]
         begin, self.length = self.length, self.length + T
-        for whole, new in zip(self._both, (k_BKTH, v_BKTH), strict=True):
+        for whole, new in zip(self._both, (k_BKTC, v_BKTC), strict=True):
             whole[:, :, begin : self.length] = new
         return [whole[:, :, : self.length] for whole in self._both]
 
 
 def rotary_tables(seq_len: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """cos and sin of the rotary angles, each [T, H] fp32; the first half of sin is negative (Su et al., 2021)."""
+    """cos and sin of the rotary angles, each [T, C] fp32; the first half of sin is negative (Su et al., 2021)."""
     freqs_h = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     angles_th = torch.arange(seq_len, dtype=torch.float32)[:, None] * freqs_h
     cos_th, sin_th = angles_th.cos(), angles_th.sin()
     return torch.cat((cos_th, cos_th), dim=1), torch.cat((-sin_th, sin_th), dim=1)
 
 
-def rotate(x_BNTH: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> Tensor:
+def rotate(x_BNTC: Tensor, cos_TC: Tensor, sin_TC: Tensor) -> Tensor:
     """Apply rotary positions to queries or keys; the two halves of a head are the pairs."""
-    cos, sin = cos_TH.to(x_BNTH.dtype), sin_TH.to(x_BNTH.dtype)
-    return torch.addcmul(x_BNTH * cos, x_BNTH.roll(x_BNTH.shape[-1] // 2, dims=-1), sin)
+    cos, sin = cos_TC.to(x_BNTC.dtype), sin_TC.to(x_BNTC.dtype)
+    return torch.addcmul(x_BNTC * cos, x_BNTC.roll(x_BNTC.shape[-1] // 2, dims=-1), sin)
 
 
 def _norm(config: ModelConfig, width: int) -> nn.Module:
@@ -71,7 +71,7 @@ def _norm(config: ModelConfig, width: int) -> nn.Module:
 class Attention(nn.Module):
     """Causal self-attention with rotary positions; torch picks the fused kernel. Its result is `width` wide.
 
-    `attend`: what takes the kernel's place, q [B, N, T, H], k, v [B, K, T, H] -> [B, N, T, H].
+    `attend`: what takes the kernel's place, q [B, N, T, C], k, v [B, K, T, C] -> [B, N, T, C].
     """
 
     attend: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
@@ -86,12 +86,12 @@ class Attention(nn.Module):
         self.q_norm = _norm(c, self.head_dim) if c.qk_norm else nn.Identity()
         self.k_norm = _norm(c, self.head_dim) if c.qk_norm else nn.Identity()
 
-    def forward(self, x_BTD: Tensor, cos_TH: Tensor, sin_TH: Tensor, kept: KeyValues | None = None) -> Tensor:
+    def forward(self, x_BTD: Tensor, cos_TC: Tensor, sin_TC: Tensor, kept: KeyValues | None = None) -> Tensor:
         B, T, _ = x_BTD.shape
         q = self.q_norm(self.q(x_BTD).view(B, T, self.heads, self.head_dim)).transpose(1, 2)
         k = self.k_norm(self.k(x_BTD).view(B, T, self.kv_heads, self.head_dim)).transpose(1, 2)
         v = self.v(x_BTD).view(B, T, self.kv_heads, self.head_dim).transpose(1, 2)
-        q, k = rotate(q, cos_TH, sin_TH), rotate(k, cos_TH, sin_TH)
+        q, k = rotate(q, cos_TC, sin_TC), rotate(k, cos_TC, sin_TC)
         mask, before = None, 0
         if kept is not None:
             before = kept.length
@@ -99,11 +99,11 @@ class Attention(nn.Module):
             if before and T > 1:
                 mask = torch.ones(T, before + T, dtype=torch.bool, device=x_BTD.device).tril(before)
         if self.attend is not None:
-            y_BNTH = self.attend(q, k, v)
+            y_BNTC = self.attend(q, k, v)
         else:
             grouped = self.kv_heads != self.heads
-            y_BNTH = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=before == 0, enable_gqa=grouped)
-        return self.out(y_BNTH.transpose(1, 2).reshape(B, T, -1))
+            y_BNTC = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=before == 0, enable_gqa=grouped)
+        return self.out(y_BNTC.transpose(1, 2).reshape(B, T, -1))
 
 
 class MLP(nn.Module):
@@ -138,15 +138,15 @@ class Block(nn.Module):
     def forward(
         self,
         x_BTD: Tensor,
-        cos_TH: Tensor,
-        sin_TH: Tensor,
+        cos_TC: Tensor,
+        sin_TC: Tensor,
         basis_DR: Tensor | None = None,
         kept: KeyValues | None = None,
     ) -> Tensor:
         def write(y: Tensor) -> Tensor:
             return F.linear(y, basis_DR) if self.written_by_basis else y
 
-        x_BTD = x_BTD + write(self.attention(self.attention_norm(x_BTD), cos_TH, sin_TH, kept))
+        x_BTD = x_BTD + write(self.attention(self.attention_norm(x_BTD), cos_TC, sin_TC, kept))
         return x_BTD + write(self.mlp(self.mlp_norm(x_BTD)))
 
 
@@ -202,8 +202,8 @@ class Decoder(nn.Module):
         if config.tied:
             self.head.weight = self.embedding.weight
         cos, sin = rotary_tables(config.seq_len, config.width_of_head, config.rope_theta)
-        self.register_buffer("cos_TH", cos, persistent=False)
-        self.register_buffer("sin_TH", sin, persistent=False)
+        self.register_buffer("cos_TC", cos, persistent=False)
+        self.register_buffer("sin_TC", sin, persistent=False)
         basis = None if constraint is None else torch.empty(config.dim, constraint.rank)
         fixed = None if constraint is None else torch.empty(config.vocab_size, config.dim)
         self.register_buffer("basis_DR", basis, persistent=False)
@@ -324,7 +324,7 @@ class Decoder(nn.Module):
         T, before = x.shape[1], self.offset if kept is None else next(iter(kept.values())).length
         if self.config.seq_len < before + T:
             raise ValueError(f"sequence of {before + T} tokens is longer than model.seq_len = {self.config.seq_len}")
-        cos, sin = self.cos_TH[before : before + T], self.sin_TH[before : before + T]
+        cos, sin = self.cos_TC[before : before + T], self.sin_TC[before : before + T]
         x_BTD = x if self.embedding is None else self.embed(x)
         probed = None if self.probe is None or not torch.is_grad_enabled() else len(self.constrained_layers)
         for name, block in self.blocks.items():

@@ -326,7 +326,7 @@ def _blank(config: ModelConfig, constraint: Constraint | None, dtype: torch.dtyp
     model = model.to(dtype).to_empty(device="cpu")
     if config.tied:
         model.head.weight = model.embedding.weight
-    model.cos_TH, model.sin_TH = rotary_tables(config.seq_len, config.width_of_head, config.rope_theta)
+    model.cos_TC, model.sin_TC = rotary_tables(config.seq_len, config.width_of_head, config.rope_theta)
     if constraint is not None:
         model.basis_DR = model.basis_DR.float()
     return model

@@ -85,7 +85,7 @@ def activation_ranks(model: Decoder, ids_BT: Tensor) -> list[dict[str, float]]:
     embedding = x if model.constraint is None else model.fixed_VD[ids_BT]
     found = []
     for block in model.blocks.values():
-        x = block(x, model.cos_TH[:T], model.sin_TH[:T], model.basis_DR)
+        x = block(x, model.cos_TC[:T], model.sin_TC[:T], model.basis_DR)
         both = {"activations": x, "less_embedding": x - embedding}
         found.append({name: stable_rank(singular_values(y.flatten(0, 1))) for name, y in both.items()})
     return found
