@@ -163,7 +163,7 @@ def test_bytes_are_the_ledgers(name: str, corpus: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_memory_is_what_a_trainer_holds(name: str, corpus: Path, tmp_path: Path) -> None:
-    config, found = _run(name), {}
+    config, found = _run(name, steps=24), {}  # long enough for two rounds of every fragment
 
     def look(trainer: Trainer, row: dict) -> None:
         engine, outer = trainer.engine, [0]
