@@ -16,6 +16,11 @@ VOCAB = 400
 DATA = DataConfig("docstrings", VOCAB, max_characters=150_000)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the longest, so that no worker is left alone with it."""
+    items.sort(key=lambda item: item.get_closest_marker("longest") is None)
+
+
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A prepared corpus of 150,000 characters of docstrings."""
