@@ -28,7 +28,7 @@ BEST, ROWS = 6, 14
 def draw(table: pd.DataFrame, title: str = "") -> Figure:
     """Loss against time of all that fits; the front is a line, and the advised configuration (the first) a star."""
     fig, (ax,) = plots.figure(height=4.0)
-    local, subspace = table["sync"] > 0, table["ratio"] > 1
+    local, subspace = table["sync_every_steps"] > 0, table["ratio"] > 1
     dense_colour, local_colour, face = (plots.COLOURS[n] for n in ("data_parallel", "diloco", "subspace"))
     kinds = {
         "gradients": (~local & ~subspace, dense_colour, dense_colour),

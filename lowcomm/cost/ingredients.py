@@ -23,9 +23,9 @@ from lowcomm.settings import ConfigError
 
 @dataclass(frozen=True)
 class Method:
-    """Ingredients. `ratio`: D / k of a subspace, 1 for a dense boundary; `sync`: H, 0 where gradients are exchanged."""
+    """Ingredients. `ratio`: D / R of a subspace, 1 for a dense boundary; `sync_every_steps`: H, 0 for gradients."""
 
-    sync: int = 0
+    sync_every_steps: int = 0
     streaming: bool = False
     pairs: bool = False
     slices: int = 1
@@ -33,7 +33,7 @@ class Method:
 
     @property
     def name(self) -> str:
-        parts = ["gradients" if not self.sync else f"every {self.sync} steps"]
+        parts = ["gradients" if not self.sync_every_steps else f"every {self.sync_every_steps} steps"]
         parts += ["streaming"] * self.streaming + ["pairs"] * self.pairs
         parts += [f"1/{self.slices} of MLPs"] * (self.slices > 1) + [f"subspace 1/{self.ratio}"] * (self.ratio > 1)
         return ", ".join(parts)
@@ -46,7 +46,7 @@ class Method:
             rank = max(1, model.dim // self.ratio)
             boundary = BoundaryConfig("subspace", rank, codec, update_every_steps=500, update_lr=1.0)
         route = "random_micro_batch" if self.pairs and stages > 1 else "fixed"
-        if not self.sync:
+        if not self.sync_every_steps:
             return MethodConfig(exchange="gradients", boundary=boundary)
         found: dict[str, Any] = {"outer": "nesterov", "outer_lr": 0.4, "outer_momentum": 0.9}
         if self.pairs:
@@ -56,7 +56,9 @@ class Method:
             found |= {"offload_outer": True}
         if self.slices > 1:
             found |= {"trainable": "slice", "slices": self.slices, "sliced": ("mlp",)}
-        return MethodConfig("parameters", sync_every_steps=self.sync, route=route, boundary=boundary, **found)
+        return MethodConfig(
+            "parameters", sync_every_steps=self.sync_every_steps, route=route, boundary=boundary, **found
+        )
 
 
 @dataclass(frozen=True)
@@ -105,8 +107,8 @@ class Penalties:
     def of(self, method: Method, replicas: int, stages: int) -> Penalty:
         """Add up the penalties of all ingredients; dense data-parallel training has none."""
         parts = []
-        if method.sync:
-            parts += [self.nearest("local updates", replicas, 1), self.nearest("rounds", 1, method.sync)]
+        if method.sync_every_steps:
+            parts += [self.nearest("local updates", replicas, 1), self.nearest("rounds", 1, method.sync_every_steps)]
         if method.streaming:
             parts.append(self.nearest("streaming", replicas, 1))
         if method.pairs:

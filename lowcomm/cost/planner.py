@@ -73,7 +73,7 @@ class Job:
 
 
 #: H, slices and ratios that are tried.
-SYNC, SLICES, RATIOS = (30, 100), (1, 2, 4, 8), (1, 8, 100)
+ROUNDS, SLICES, RATIOS = (30, 100), (1, 2, 4, 8), (1, 8, 100)
 
 
 def methods(replicas: int, stages: int) -> Iterator[Method]:
@@ -82,11 +82,11 @@ def methods(replicas: int, stages: int) -> Iterator[Method]:
         yield Method(ratio=ratio)
         if replicas == 1:
             continue
-        for sync in SYNC:
+        for sync_every_steps in ROUNDS:
             for streaming in (False, True):
                 for pairs in (False, True) if replicas > 2 else (False,):
                     for slices in (n for n in SLICES if replicas % n == 0):
-                        yield Method(sync, streaming, pairs, slices, ratio)
+                        yield Method(sync_every_steps, streaming, pairs, slices, ratio)
 
 
 def run_of(method: Method, job: Job, replicas: int, stages: int, *, recompute: bool = False) -> RunConfig:
