@@ -22,6 +22,7 @@ import multiprocessing
 import os
 import shutil
 import sys
+import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,7 +31,7 @@ from tqdm import tqdm
 
 from lowcomm.experiment.run_folder import RunFolder
 from lowcomm.experiment.source import sha256, source_digest
-from pipelines.project import BUILD, PROJECT
+from pipelines.project import BUILD, PROJECT, record_seconds
 
 if TYPE_CHECKING:
     from lowcomm.experiment.config import RunConfig
@@ -96,7 +97,7 @@ def train_all() -> list[RunConfig]:
     todo = [c for c in configs if c.data.corpus in corpora or not folder_of(c).is_complete(c.to_dict(), source)]
     if not corpora and not todo:
         return configs
-    before = {name: os.environ.get(name) for name in PORTABLE}
+    begin, before = time.perf_counter(), {name: os.environ.get(name) for name in PORTABLE}
     os.environ |= PORTABLE  # of the processes that are spawned, before they load torch
     try:
         with ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn")) as pool:
@@ -108,6 +109,7 @@ def train_all() -> list[RunConfig]:
     finally:
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
+    record_seconds("probes", params["scale"], time.perf_counter() - begin)
     return configs
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from lowcomm.experiment.project import Project
@@ -27,3 +28,10 @@ def prepared(corpus: str, scale: str | None = None) -> Path:
     from lowcomm.experiment.data import prepared as prepare
 
     return prepare(PROJECT, corpus, scale)
+
+
+def record_seconds(stage: str, scale: str, seconds: float) -> None:
+    """Note how long a stage took here; `pipelines.index --times` makes a table of it."""
+    file = BUILD / "times" / scale / "stages" / f"{stage}.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps({"stage": stage, "seconds": round(seconds, 1)}) + "\n")

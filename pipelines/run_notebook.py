@@ -9,7 +9,6 @@ run to run, so nothing depends on them. A parameter that the notebook does not d
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -20,7 +19,7 @@ import papermill
 import yaml
 
 from lowcomm.settings import ConfigError, nearest
-from pipelines.project import BUILD, ROOT
+from pipelines.project import BUILD, ROOT, record_seconds
 
 
 def check_parameters(notebook: Path, parameters: dict[str, Any]) -> None:
@@ -51,9 +50,7 @@ def run(notebook: Path, name: str, parameters: dict[str, Any]) -> float:
         request_save_on_cell_execute=True,
     )
     seconds = time.perf_counter() - begin
-    times = BUILD / "times" / scale / "stages" / f"{name}.json"
-    times.parent.mkdir(parents=True, exist_ok=True)
-    times.write_text(json.dumps({"stage": name, "seconds": round(seconds, 1)}) + "\n")
+    record_seconds(name, scale, seconds)
     return seconds
 
 
