@@ -48,6 +48,11 @@ def path_of(module: str) -> Path | None:
     return next((p for p in (path.with_suffix(".py"), path / "__init__.py") if p.exists()), None)
 
 
+def digest(text: str) -> str:
+    """SHA-256 of a text, in hexadecimal."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 @functools.cache
 def parsed(path: Path) -> ast.AST:
     """The syntax tree of a module, or of all code cells of a notebook, without docstrings."""
@@ -198,7 +203,7 @@ class Reach:
             return self._numbers.setdefault(name[0], f"#{len(self._numbers)}") if name[1] in renamable() else name[0]
 
         trees = "\n".join(ast.dump(node) for node in nodes)
-        return hashlib.sha256(re.sub(r"'([A-Za-z_]\w*)'", numbered, trees).encode()).hexdigest()
+        return digest(re.sub(r"'([A-Za-z_]\w*)'", numbered, trees))
 
     def _follow(self, node: ast.AST, of: Module, module: str) -> None:
         for use in used(node):
@@ -219,7 +224,7 @@ def of_notebook(path: Path) -> dict[Place, str]:
     """Digests of a notebook's code cells and of all that they reach."""
     reach = Reach(parsed(path)).found
     own = [value for (module, _), value in sorted(reach.items()) if not module]
-    return {("cells", "*"): hashlib.sha256(" ".join(own).encode()).hexdigest()} | {
+    return {("cells", "*"): digest(" ".join(own))} | {
         place: value for place, value in reach.items() if place[0]
     }
 
@@ -246,8 +251,7 @@ def modules_of_training() -> list[str]:
 
 def of_training() -> dict[Place, str]:
     """Digests of whole modules: the trainer's and all that it imports."""
-    trees = {module: ast.dump(parsed(path_of(module))) for module in modules_of_training()}
-    return {(module, "*"): hashlib.sha256(tree.encode()).hexdigest() for module, tree in trees.items()}
+    return {(module, "*"): digest(ast.dump(parsed(path_of(module)))) for module in modules_of_training()}
 
 
 def main() -> None:

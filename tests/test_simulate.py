@@ -155,6 +155,14 @@ GRID = np.logspace(-1, 3, 50)
 BITS = 13.375  # a parameter, found in notebook 32 from the rows without fragments
 
 
+def _points_off(work: Workload, exchange: Exchange, row: dict) -> list[int]:
+    """By how many points of the grid the bandwidths of a printed row are exceeded."""
+    curve = compute_utilisation(work, exchange, GRID)
+    needed = [bandwidth_needed(curve, GRID, level / 100) for level in row["utilization"]]
+    pairs = zip(needed, row["gbit_per_s"], strict=True)
+    return [round(np.log(ours / theirs) / np.log(GRID[1] / GRID[0])) for ours, theirs in pairs]
+
+
 def test_table_4_of_streaming_diloco() -> None:
     equal = near = 0
     models = {r["model"]: r for r in published("streaming_diloco", "table4_models")}
@@ -171,10 +179,7 @@ def test_table_4_of_streaming_diloco() -> None:
             overlap_steps=int("overlapped" in method),
             bits_per_parameter=BITS / 4 if "fp4" in method else BITS,
         )
-        curve = compute_utilisation(Workload(layers, model["parameters"], model["step_seconds"]), exchange, GRID)
-        for level, theirs in zip(row["utilization"], row["gbit_per_s"], strict=True):
-            ours = bandwidth_needed(curve, GRID, level / 100)
-            off = round(np.log(ours / theirs) / np.log(GRID[1] / GRID[0]))
+        for off in _points_off(Workload(layers, model["parameters"], model["step_seconds"]), exchange, row):
             equal += off == 0
             near += abs(off) <= 1
     assert equal >= 62
@@ -188,10 +193,7 @@ def test_the_constant_of_table_4_does_not_carry_over_to_the_later_paper() -> Non
     for row in published("streaming_diloco", "table4_later"):
         every = row["H"]
         exchange = diloco(48, every, bits_per_parameter=BITS) if every else data_parallel(48, bits_per_parameter=BITS)
-        curve = compute_utilisation(work, exchange, GRID)
-        for level, theirs in zip(row["utilization"], row["gbit_per_s"], strict=True):
-            ours = bandwidth_needed(curve, GRID, level / 100)
-            off.append(round(np.log(ours / theirs) / np.log(GRID[1] / GRID[0])))
+        off += _points_off(work, exchange, row)
     assert min(off) >= 0
     assert np.mean(off) > 0.5
     assert sum(o <= 1 for o in off) >= 23
