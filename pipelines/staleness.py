@@ -224,9 +224,7 @@ def of_notebook(path: Path) -> dict[Place, str]:
     """Digests of a notebook's code cells and of all that they reach."""
     reach = Reach(parsed(path)).found
     own = [value for (module, _), value in sorted(reach.items()) if not module]
-    return {("cells", "*"): digest(" ".join(own))} | {
-        place: value for place, value in reach.items() if place[0]
-    }
+    return {("cells", "*"): digest(" ".join(own))} | {place: value for place, value in reach.items() if place[0]}
 
 
 def of_command(module: str) -> dict[Place, str]:
