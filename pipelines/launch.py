@@ -3,6 +3,8 @@
 `launch` runs `pipelines.forked` (torchrun's agent) as a child, shows a progress bar with the loss as a line while
 it trains, and raises with the tail of the log if any rank fails. If the launcher dies, the ranks
 notice, write a checkpoint and stop. `launch_all` trains a sweep, as many runs side by side as there are cores for.
+Pipelines, and runs of more ranks than there are cores, have a core each and a thread for each rank: to the same bits in
+half to two thirds of the time that processes take, which would wait for each other.
 """
 
 from __future__ import annotations
@@ -135,14 +137,19 @@ class _Job:
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """Jobs of as many ranks each, which one `pipelines.forked` trains in turn; `words` are for `lowcomm.train`."""
+    """Jobs that one process, or one `pipelines.forked`, trains in turn; `words` are for `lowcomm.train`.
+
+    ranks: processes of each job; 0 where its ranks are threads.
+    """
 
     jobs: list[_Job]
+    ranks: int
     words: list[str]
     log_path: Path
 
     def start(self) -> subprocess.Popen:
-        command = [sys.executable, "-m", "pipelines.forked", str(self.jobs[0].config.ranks), *self.words]
+        module = ["pipelines.forked", str(self.ranks)] if self.ranks else ["lowcomm.train"]
+        command = [sys.executable, "-m", *module, *self.words]
         environment = os.environ | _KEEP_MEMORY | {"OMP_NUM_THREADS": "1", LAUNCHER_VARIABLE: str(os.getpid())}
         environment["PYTHONPATH"] = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -205,10 +212,27 @@ def _stop(children: list[subprocess.Popen]) -> None:
             os.killpg(child.pid, signal.SIGKILL)
 
 
-def _side_by_side(ranks: int) -> int:
-    """How many runs of so many ranks our cores carry at once; one where there are GPUs, which they would share."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return 1 if shutil.which("nvidia-smi") else max(1, cores // ranks)
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _side_by_side(jobs: list[_Job]) -> list[tuple[int, list[int], list[list[_Job]]]]:
+    """Share jobs out to what is trained one after the other, and within it to what is trained side by side.
+
+    Returns (processes of each job, 0 where its ranks are threads; the numbers of ranks that these jobs have; the jobs
+    of each side). Where there are GPUs, one job after the other has them all.
+    """
+    gpus, cores, shares = shutil.which("nvidia-smi"), _cores(), []
+    waiting = {job.config.ranks for job in jobs if job.config.stages > 1 or job.config.ranks > cores}
+    crowded = [job for job in jobs if job.config.ranks in waiting and not gpus]
+    crowded = crowded if len(crowded) >= cores else []  # fewer would leave cores idle
+    for ranks in sorted({job.config.ranks for job in jobs if job not in crowded}):
+        equal = [job for job in jobs if job.config.ranks == ranks]
+        count = 1 if gpus else max(1, cores // ranks)
+        shares.append((ranks, [ranks], [equal[i::count] for i in range(count)]))
+    if crowded:
+        shares.append((0, sorted({job.config.ranks for job in crowded}), [crowded[i::cores] for i in range(cores)]))
+    return shares
 
 
 def _clear(job: _Job, source: str, *, keep: bool) -> None:
@@ -255,7 +279,7 @@ def launch(
     words = [run, "--scale", config.scale, "--seed", str(config.seed)] + (["--variant", variant] if variant else [])
     folders = ["--out", str(job.folder.out), "--times", str(job.folder.times), "--data", str(data)]
     words += folders + [w for s in settings for w in ("--set", s)]
-    _train([_Part([job], words, job.folder.times / "log.txt")])
+    _train([_Part([job], config.ranks, words, job.folder.times / "log.txt")])
     return job.folder.read_summary()
 
 
@@ -275,9 +299,11 @@ def launch_all(
     out: Path | None = None,
     data: Path | None = None,
 ) -> list[dict[str, Any]]:
-    """Train all variants and seeds of a run under torchrun; returns their summaries in order.
+    """Train all variants and seeds of a run; returns their summaries in order.
 
-    As many are trained at once as there are cores for their ranks, and one where there are GPUs.
+    As many are trained at once as there are cores for their ranks under torchrun, and one where there are GPUs.
+    Pipelines, and what has more ranks than cores, have a core each and a thread for each rank, unless they are fewer
+    than cores.
 
     Args: as `launch`; `out` holds a folder for each variant and seed.
 
@@ -305,13 +331,14 @@ def launch_all(
     marker.write_text("".join(f"{line}\n" for line in made_from.values()))
     words = [run, "--scale", scale, "--all"] + [w for s in settings for w in ("--set", s)]
     words += (["--out", str(out)] if out else []) + (["--data", str(data)] if data else [])
-    for ranks in sorted({c.ranks for c in points}):
-        equal, count = [job for job in jobs if job.config.ranks == ranks], _side_by_side(ranks)
+    for processes, of_ranks, at_once in _side_by_side(jobs):
+        chosen = [*words, *(["--ranks", *map(str, of_ranks)] if not processes else [])]
         parts = []
-        for index in range(count):
-            todo = [job for job in equal[index::count] if not job.folder.summary.exists()]
+        for index, share in enumerate(at_once):
+            todo = [job for job in share if not job.folder.summary.exists()]
+            log = times / f"log-{processes or 'threads'}-{index}.txt"
             if todo:
-                parts.append(_Part(todo, [*words, "--part", f"{index}/{count}"], times / f"log-{ranks}-{index}.txt"))
+                parts.append(_Part(todo, processes, [*chosen, "--part", f"{index}/{len(at_once)}"], log))
         _train(parts)
     marker.unlink()
     return [job.folder.read_summary() for job in jobs]

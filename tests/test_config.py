@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -205,7 +206,11 @@ def test_a_run_may_multiply_numbers_of_its_size() -> None:
     for factors, message in (
         ({"train": {"stepz": 2}}, "no number in runs.diloco_m2.times.train named 'stepz'; did you mean 'steps'"),
         ({"train": {"steps": "2x"}}, "runs.diloco_m2.times.train.steps = '2x' must be a number, and multiply a number"),
-        ({"train": 2}, "runs.diloco_m2.times.train = 2 must be a number, and multiply a number"),
+        ({"train": 2}, "runs.diloco_m2.times.train = 2 must be a mapping of sections to the factors of their numbers"),
+        (2, "runs.diloco_m2.times = 2 must be a mapping of sections to the factors of their numbers"),
+        ({"train": {"steps": {"more": 2}}}, "times.train.steps = {'more': 2} must be a number, and multiply a number"),
+        ({"train": {"steps": True}}, "times.train.steps = True must be a number, and multiply a number"),
+        ({"train": {"steps": math.inf}}, "times.train.steps = inf must be a number, and multiply a number"),
     ):
         with pytest.raises(ConfigError, match=message):
             run_config("diloco_m2", scale="smoke", params=_changed("runs/diloco_m2/times", factors))

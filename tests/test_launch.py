@@ -98,7 +98,7 @@ NAMES = [f"m{m}_budget_{b}" for m in (2, 4) for b in (1, 2, 4)]
 
 
 def test_a_sweep_is_trained_whole_and_goes_on_where_it_was_interrupted(corpus: Path, tmp_path: Path) -> None:
-    """Two replica counts, so two torchruns; each trains its points in one process a rank."""
+    """Two replica counts: on two cores, those of two ranks are processes, and those of four are threads."""
 
     def launched() -> list[dict]:
         data = ["data.corpus=docstrings"]
@@ -156,7 +156,7 @@ def test_only_what_runs_have_left_is_removed(tmp_path: Path, capsys: pytest.Capt
 
 
 def _budgets(out: Path, corpus: Path, *settings: str) -> list[dict]:
-    """A sweep of three runs of one rank, two at once."""
+    """A sweep of three runs, of one rank where `settings` say nothing else."""
     settings = [*SWEEP[:2], *SWEEP[3:], "replicas=1", "data.corpus=docstrings", *settings]
     return launch_all("overtraining_data_parallel", scale="smoke", settings=settings, out=out, data=corpus)
 
@@ -164,19 +164,36 @@ def _budgets(out: Path, corpus: Path, *settings: str) -> list[dict]:
 def test_runs_side_by_side_are_those_of_one_after_the_other(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launching, "_side_by_side", lambda ranks: 2)
+    monkeypatch.setattr(launching, "_cores", lambda: 2)
     together = _budgets(tmp_path / "two", corpus)
     assert [s["run"]["variant"] for s in together] == ["budget_1", "budget_2", "budget_4"]
     logs = sorted(p.name for p in (tmp_path / "two-times").glob("log*"))
     assert logs == ["log-1-0.txt", "log-1-1.txt"]
-    monkeypatch.setattr(launching, "_side_by_side", lambda ranks: 1)
+    monkeypatch.setattr(launching, "_cores", lambda: 1)
     assert _budgets(tmp_path / "one", corpus) == together
+
+
+def test_runs_of_more_ranks_than_cores_are_the_same_as_threads(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks on one core: threads, one run after the other; on two: processes."""
+    found = {}
+    for cores, log in ((1, "log-threads-0.txt"), (2, "log-2-0.txt")):
+        monkeypatch.setattr(launching, "_cores", lambda cores=cores: cores)
+        found[cores] = _budgets(tmp_path / f"on-{cores}", corpus, "replicas=2")
+        assert [p.name for p in (tmp_path / f"on-{cores}-times").glob("log*")] == [log]
+        for name in ("budget_1", "budget_4"):
+            model = tmp_path / f"on-{cores}" / name / "seed0" / "model.safetensors"
+            found[cores].append(hashlib.sha256(model.read_bytes()).hexdigest())
+    by = [s.pop("environment")["transport"] for some in found.values() for s in some[:3]]
+    assert by == 3 * ["ThreadTransport"] + 3 * ["ProcessTransport"]
+    assert found[1] == found[2]
 
 
 def test_where_one_of_two_fails_the_other_keeps_its_checkpoint(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launching, "_side_by_side", lambda ranks: 2)
+    monkeypatch.setattr(launching, "_cores", lambda: 2)
     times = tmp_path / "out-times"
     times.mkdir()
     (times / "budget_2").write_text("in the way")
@@ -252,7 +269,9 @@ def test_the_command_line_refuses_what_contradicts_all(corpus: Path, tmp_path: P
     assert "run overtraining_streaming is a sweep: choose one of its variants, m2_budget_1" in told()
     assert "--variant, --seed and --times mean nothing with it" in told("--all", "--seed", "1")
     assert "--part means nothing without --all" in told("--part", "0/2")
+    assert "--ranks means nothing without --all" in told("--ranks", "2")
     assert "no point of run overtraining_streaming has 3 ranks" in told("--all", WORLD_SIZE="3")
+    assert "no point of run overtraining_streaming has 3 or 5 ranks" in told("--all", "--ranks", "3", "5")
 
 
 def test_the_tail_gives_whole_lines_once(tmp_path: Path) -> None:

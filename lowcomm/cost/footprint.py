@@ -29,17 +29,16 @@ def stage_memory(config: RunConfig, stage: int) -> MemoryCount:
     m, c, numel = config.method, config.model, stage_numel(config, stage)
     part = dataclasses.replace(c, layers=len(stage_layers(c.layers, config.stages, stage)))
     whole, trained = parameters(part), trained_parameters(part, m.sliced, m.slices)
-    buffers, on_device = 0, None
+    buffers, fetched = 0, None
     if config.exchanges_parameters:
         plan = config.plan(stage)
         waiting = plan.outer.needs_peers
-        fetched = 1 + len(plan.outer.of(m).buffers(torch.empty(0)))
-        buffers = fetched + waiting
+        offloaded = 1 + len(plan.outer.of(m).buffers(torch.empty(0)))
+        buffers = offloaded + waiting
         if m.offload_outer:
-            on_device = 4 * (_most_fetched(plan, max(m.overlap_steps), fetched) + waiting * numel)
+            fetched = _most_fetched(plan, max(m.overlap_steps), offloaded) + waiting * numel
     trains = numel - (whole.total - trained.total)
-    found = memory(numel, inner=config.train.optimizer, outer_buffers=buffers, trained=trains)
-    return found if on_device is None else dataclasses.replace(found, outer_on_device=on_device)
+    return memory(numel, inner=config.train.optimizer, outer_buffers=buffers, fetched=fetched, trained=trains)
 
 
 def _most_fetched(plan: Plan, tau: int, buffers: int) -> int:

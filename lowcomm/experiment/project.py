@@ -10,6 +10,7 @@ size, seeds and factors too.
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,12 +45,14 @@ def _merge(base: dict, over: dict) -> dict:
 
 def _times(sections: dict, factors: dict, where: str) -> dict:
     """Sections with some of their numbers multiplied; whole numbers stay whole, rounded down."""
+    if not isinstance(factors, dict):
+        raise ConfigError(f"{where} = {factors!r} must be a mapping of sections to the factors of their numbers")
     out = dict(sections)
     for key, factor in factors.items():
         value = pick(sections, key, f"number in {where}")
-        if isinstance(factor, dict):
+        if isinstance(value, dict):
             out[key] = _times(value, factor, f"{where}.{key}")
-        elif isinstance(value, int | float) and isinstance(factor, int | float):
+        elif all(type(x) in (int, float) and math.isfinite(x) for x in (value, factor)):
             out[key] = type(value)(value * factor)
         else:
             raise ConfigError(f"{where}.{key} = {factor!r} must be a number, and multiply a number, got {value!r}")
@@ -176,6 +179,7 @@ class Project:
             raise ConfigError(f"run {run} has no variants, so none is named {variant!r}")
         change = dict(pick(variants, variant, f"variant of {run}"))
         seeds = change.pop("seeds", entry["seeds"])
+        where = f"runs.{run}.variants.{variant}.times" if "times" in change else f"runs.{run}.times"
         factors = change.pop("times", entry.get("times", {}))
         size = dict(pick(sizes, change.pop("size", entry.get("size", "base")), f"size of {entry['sizes']}"))
         methods_there = size.pop("methods", {})
@@ -192,7 +196,7 @@ class Project:
         sections = numbers
         for layer in layers:
             sections = _layer(sections, layer)
-        sections = _layer(_times(sections, factors, f"runs.{run}.times"), override)
+        sections = _layer(_times(sections, factors, where), override)
         model = dict(sections["model"])
         if "preset" in model:
             model = asdict(pick(PRESETS, model.pop("preset"), "preset")) | model

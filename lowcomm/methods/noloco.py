@@ -128,8 +128,7 @@ def driven_bounds(momentum: float, lr: float, group: int) -> tuple[float, float]
     """
     pulls = np.arange(0.001, 4, 0.001)
     q = differing(group)
-    stable = [growth(second_moments(momentum, g, q, drive=lr)) < 1 for g in pulls]
-    inside = pulls[stable]
+    inside = pulls[growth(np.stack([second_moments(momentum, g, q, drive=lr) for g in pulls])) < 1]
     return (float(inside[0]), float(inside[-1])) if len(inside) else (math.nan, math.nan)
 
 
@@ -149,9 +148,12 @@ def second_moments(momentum: float, pull: float, q: float, *, drive: float = 0.0
     return np.stack([stayed + 2 * across + moved, across + moved, moved])
 
 
-def growth(moments: NDArray[np.float64]) -> float:
-    """The factor by which what replicas differ by grows in an outer step: the root of the map's largest eigenvalue."""
-    return math.sqrt(np.abs(np.linalg.eigvals(moments)).max())
+def growth(moments: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The factor by which what replicas differ by grows in an outer step: the root of the map's largest eigenvalue.
+
+    moments: one map or many, [..., 3, 3].
+    """
+    return np.sqrt(np.abs(np.linalg.eigvals(moments)).max(-1))
 
 
 @dataclass(frozen=True)

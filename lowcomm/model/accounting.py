@@ -189,12 +189,12 @@ def memory(
 
     DiLoCo has 2, the parameters last agreed and a momentum; NoLoCo 3, with the mean of its next peers' slow weights.
 
-    AdamW keeps two moments a parameter, SGD none (its step counters are not counted). `fetched`: values of the largest
-    fragment, where outer state is kept off the accelerator and fetched for a fragment's turn (Streaming DiLoCo,
-    section 2.5); its turns must not coincide with another's. `trained`: values that this replica trains, where it is
-    not all of them; what is frozen has neither gradient nor moments. `gradient_bytes`: 2 where they are in bf16.
+    AdamW keeps two moments per parameter, SGD none (its step counters are not counted). `fetched`: values of outer
+    state that are on the accelerator at a time, where it is kept elsewhere and fetched for a fragment's turn (Streaming
+    DiLoCo, section 2.5). `trained`: values that this replica trains, where it is not all of them; what is frozen has
+    neither gradient nor moments. `gradient_bytes`: 2 where they are in bf16.
     """
     trained = numel if trained is None else trained
     outer = 4 * numel * outer_buffers
-    on_device = outer if fetched is None else 4 * fetched * outer_buffers
+    on_device = outer if fetched is None else 4 * fetched
     return MemoryCount(4 * numel, gradient_bytes * trained, 8 * trained if inner == "adamw" else 0, outer, on_device)
