@@ -35,7 +35,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import re
 import sys
 import time
 import traceback
@@ -98,31 +97,25 @@ def _told(config: RunConfig, folder: RunFolder, summary: dict[str, Any]) -> str:
     )
 
 
-def _part(text: str) -> tuple[int, int]:
-    """(I, N) of "I/N"."""
-    found = re.fullmatch(r"(\d+)/(\d+)", text)
-    if not found or not int(found[1]) < int(found[2]):
-        raise argparse.ArgumentTypeError(f"{text!r} is no part I/N, with I from 0 to N - 1")
-    return int(found[1]), int(found[2])
-
-
 def _jobs(args: argparse.Namespace, project: Project) -> list[tuple[RunConfig, RunFolder, Path]]:
     """(configuration, folder, corpus) of everything that the command line asks for."""
     override = overrides(args.set)
-    if (args.part or args.ranks) and not args.all:
-        raise ConfigError(f"{'--part' if args.part else '--ranks'} means nothing without --all")
+    if args.points and not args.all:
+        raise ConfigError("--points means nothing without --all")
     if args.all:
         if args.variant or args.seed is not None or args.times:
             raise ConfigError("--all trains every variant and seed: --variant, --seed and --times mean nothing with it")
         configs = project.run_points(args.run, scale=args.scale, **override)
-        started = int(os.environ.get("WORLD_SIZE", 0))
-        if ranks := [started] if started else args.ranks:
-            configs = [c for c in configs if c.ranks in ranks]
-            if not configs:
-                told = " or ".join(map(str, ranks))
-                raise ConfigError(f"no point of run {args.run} has {told} ranks (replicas x stages)")
-        index, parts = args.part or (0, 1)
-        configs = configs[index::parts]
+        if args.points:
+            if none := [i for i in args.points if not 0 <= i < len(configs)]:
+                raise ConfigError(f"--points {none[0]} is none of run {args.run}, which has 0 to {len(configs) - 1}")
+            configs = [configs[i] for i in args.points]
+        if "WORLD_SIZE" in os.environ:
+            ranks = int(os.environ["WORLD_SIZE"])
+            some = [c for c in configs if c.ranks == ranks]
+            if not some:
+                raise ConfigError(f"no point of run {args.run} has {ranks} ranks (replicas x stages)")
+            configs = some
     else:
         configs = [project.run_config(args.run, variant=args.variant, seed=args.seed, scale=args.scale, **override)]
     jobs = []
@@ -161,9 +154,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("run", nargs="?", help="a run of params.yaml")
     parser.add_argument("--list", action="store_true", help="name the runs, and what is trained of them")
     parser.add_argument("--all", action="store_true", help="all variants and seeds that are not complete yet")
-    parser.add_argument("--part", type=_part, metavar="I/N", help="of --all, every N-th from the I-th (from 0) only")
-    told = "of --all, only what has so many ranks (under torchrun, as many as it started)"
-    parser.add_argument("--ranks", type=int, nargs="+", metavar="N", help=told)
+    parser.add_argument("--points", type=int, nargs="+", metavar="N", help="of --all, these alone, counted from 0")
     parser.add_argument("--variant", default="", help="of a run that is a sweep")
     parser.add_argument("--scale", help="smoke, laptop, gpu or paper (default: params.yaml's)")
     parser.add_argument("--seed", type=int, help="default: the run's first")

@@ -216,23 +216,33 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _side_by_side(jobs: list[_Job]) -> list[tuple[int, list[int], list[list[_Job]]]]:
+def _work(job: _Job) -> int:
+    """About how long a job takes, in steps of all ranks."""
+    return job.config.ranks * job.config.train.steps
+
+
+def _dealt(jobs: list[_Job], sides: int) -> list[list[_Job]]:
+    """Deal jobs to sides of about equal work: the longest first, each to the side that has least."""
+    dealt: list[list[_Job]] = [[] for _ in range(sides)]
+    for job in sorted(jobs, key=_work, reverse=True):
+        min(dealt, key=lambda side: sum(map(_work, side))).append(job)
+    return dealt
+
+
+def _side_by_side(jobs: list[_Job]) -> list[tuple[int, list[list[_Job]]]]:
     """Share jobs out to what is trained one after the other, and within it to what is trained side by side.
 
-    Returns (processes of each job, 0 where its ranks are threads; the numbers of ranks that these jobs have; the jobs
-    of each side). Where there are GPUs, one job after the other has them all.
+    Returns (processes of each job, 0 where its ranks are threads; the jobs of each side). Threads have a core for each
+    job: what would leave a core idle is trained as processes. Where there are GPUs, one job after the other has them
+    all.
     """
     gpus, cores, shares = shutil.which("nvidia-smi"), _cores(), []
-    waiting = {job.config.ranks for job in jobs if job.config.stages > 1 or job.config.ranks > cores}
-    crowded = [job for job in jobs if job.config.ranks in waiting and not gpus]
-    crowded = crowded if len(crowded) >= cores else []  # fewer would leave cores idle
-    for ranks in sorted({job.config.ranks for job in jobs if job not in crowded}):
-        equal = [job for job in jobs if job.config.ranks == ranks]
-        count = 1 if gpus else max(1, cores // ranks)
-        shares.append((ranks, [ranks], [equal[i::count] for i in range(count)]))
-    if crowded:
-        shares.append((0, sorted({job.config.ranks for job in crowded}), [crowded[i::cores] for i in range(cores)]))
-    return shares
+    waiting = [job for job in jobs if not gpus and (job.config.stages > 1 or job.config.ranks > cores)]
+    threads = sorted(waiting, key=_work)[: len(waiting) // cores * cores]
+    for ranks in sorted({job.config.ranks for job in jobs if job not in threads}):
+        equal = [job for job in jobs if job.config.ranks == ranks and job not in threads]
+        shares.append((ranks, _dealt(equal, 1 if gpus else max(1, cores // ranks))))
+    return [*shares, (0, _dealt(threads, cores))] if threads else shares
 
 
 def _clear(job: _Job, source: str, *, keep: bool) -> None:
@@ -302,8 +312,8 @@ def launch_all(
     """Train all variants and seeds of a run; returns their summaries in order.
 
     As many are trained at once as there are cores for their ranks under torchrun, and one where there are GPUs.
-    Pipelines, and what has more ranks than cores, have a core each and a thread for each rank, unless they are fewer
-    than cores.
+    Pipelines, and what has more ranks than cores, have a core each and a thread for each rank, as long as no core is
+    idle.
 
     Args: as `launch`; `out` holds a folder for each variant and seed.
 
@@ -331,14 +341,13 @@ def launch_all(
     marker.write_text("".join(f"{line}\n" for line in made_from.values()))
     words = [run, "--scale", scale, "--all"] + [w for s in settings for w in ("--set", s)]
     words += (["--out", str(out)] if out else []) + (["--data", str(data)] if data else [])
-    for processes, of_ranks, at_once in _side_by_side(jobs):
-        chosen = [*words, *(["--ranks", *map(str, of_ranks)] if not processes else [])]
+    for processes, sides in _side_by_side(jobs):
         parts = []
-        for index, share in enumerate(at_once):
-            todo = [job for job in share if not job.folder.summary.exists()]
+        for index, side in enumerate(sides):
+            todo = [job for job in side if not job.folder.summary.exists()]
             log = times / f"log-{processes or 'threads'}-{index}.txt"
             if todo:
-                parts.append(_Part(todo, processes, [*chosen, "--part", f"{index}/{len(at_once)}"], log))
+                parts.append(_Part(todo, processes, [*words, "--points", *(str(jobs.index(job)) for job in todo)], log))
         _train(parts)
     marker.unlink()
     return [job.folder.read_summary() for job in jobs]

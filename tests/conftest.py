@@ -10,7 +10,7 @@ import pytest
 
 from lowcomm.experiment.config import CorpusConfig, DataConfig, RunConfig
 from lowcomm.experiment.data import prepare
-from pipelines.project import run_config
+from pipelines.project import load_params, run_config
 
 VOCAB = 400
 DATA = DataConfig("docstrings", VOCAB, max_characters=150_000)
@@ -30,8 +30,10 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def small_run(run: str = "diloco_m2", **override: Any) -> RunConfig:
-    """A run of params.yaml at smoke scale, made smaller still; sections merge."""
+    """A run of params.yaml at smoke scale (the first variant of a sweep), made smaller still; sections merge."""
+    variants = load_params()["runs"][run].get("variants", {"": {}})
     base: dict[str, Any] = {
+        "variant": next(iter(variants)),
         "model": {"vocab_size": VOCAB},
         "data": vars(DATA),
         "train": {"steps": 12, "warmup_steps": 3, "eval_every": 0, "eval_sequences": 8},
@@ -45,7 +47,7 @@ def small_run(run: str = "diloco_m2", **override: Any) -> RunConfig:
 
 def settings_of(config: RunConfig) -> list[str]:
     """What makes `config` of its run at smoke scale, as words for `--set`."""
-    smoke = run_config(config.name, scale="smoke")
+    smoke = run_config(config.name, variant=config.variant, scale="smoke")
     grid = [
         f"{key}={getattr(config, key)}" for key in ("replicas", "stages") if getattr(config, key) != getattr(smoke, key)
     ]
@@ -61,5 +63,6 @@ def settings_of(config: RunConfig) -> list[str]:
 
 def command_line(config: RunConfig, corpus: Path, out: Path) -> list[str]:
     """What `lowcomm.train` takes to train `config`."""
-    words = [config.name, "--scale", "smoke", "--data", str(corpus), "--out", str(out)]
+    words = [config.name, *(["--variant", config.variant] if config.variant else [])]
+    words += ["--scale", "smoke", "--data", str(corpus), "--out", str(out)]
     return words + [w for s in settings_of(config) for w in ("--set", s)]

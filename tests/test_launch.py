@@ -16,7 +16,6 @@ import pytest
 from lowcomm.experiment.project import overrides
 from lowcomm.experiment.run_folder import RunFolder
 from lowcomm.settings import ConfigError
-from lowcomm.train import main as train_main
 from pipelines import launch as launching
 from pipelines.launch import LaunchError, _clear_others, _digest, _Tail, curve_svg, launch, launch_all
 from pipelines.project import run_points
@@ -98,7 +97,7 @@ NAMES = [f"m{m}_budget_{b}" for m in (2, 4) for b in (1, 2, 4)]
 
 
 def test_a_sweep_is_trained_whole_and_goes_on_where_it_was_interrupted(corpus: Path, tmp_path: Path) -> None:
-    """Two replica counts: on two cores, those of two ranks are processes, and those of four are threads."""
+    """Two replica counts: on two cores, those of two ranks are processes, and two of those of four are threads."""
 
     def launched() -> list[dict]:
         data = ["data.corpus=docstrings"]
@@ -205,11 +204,16 @@ def test_where_one_of_two_fails_the_other_keeps_its_checkpoint(
     assert "forcefully" not in (times / "log-1-0.txt").read_text()
 
 
-@pytest.mark.parametrize("part", ["2/2", "1", "-1/2", "0/0"])
-def test_a_part_that_is_none_is_refused(part: str, capsys: pytest.CaptureFixture) -> None:
-    with pytest.raises(SystemExit):
-        train_main(["diloco_m2", "--all", f"--part={part}"])
-    assert f"{part!r} is no part I/N, with I from 0 to N - 1" in capsys.readouterr().err
+def test_jobs_are_dealt_to_sides_of_equal_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On two cores: of seven runs of eight ranks and more, the one of most, which would be left over, is processes."""
+    monkeypatch.setattr(launching, "_cores", lambda: 2)
+    jobs = [launching._Job(c, launching.PROJECT.run_folder(c)) for c in run_points("noloco", scale="laptop")]
+    ((ranks, ((longest,),)), (threads, sides)) = launching._side_by_side(jobs)
+    assert (ranks, longest.config.ranks, threads) == (16, 16, 0)
+    assert [[job.config.ranks for job in side] for side in sides] == [[8, 8, 8], [8, 8, 8]]
+    budgets = run_points("overtraining_data_parallel", scale="laptop")
+    dealt = launching._dealt([launching._Job(c, launching.PROJECT.run_folder(c)) for c in budgets], 2)
+    assert [[job.config.variant for job in side] for side in dealt] == [["budget_4"], ["budget_2", "budget_1"]]
 
 
 def test_a_sweep_leaves_other_runs_alone(corpus: Path, tmp_path: Path) -> None:
@@ -268,10 +272,9 @@ def test_the_command_line_refuses_what_contradicts_all(corpus: Path, tmp_path: P
 
     assert "run overtraining_streaming is a sweep: choose one of its variants, m2_budget_1" in told()
     assert "--variant, --seed and --times mean nothing with it" in told("--all", "--seed", "1")
-    assert "--part means nothing without --all" in told("--part", "0/2")
-    assert "--ranks means nothing without --all" in told("--ranks", "2")
+    assert "--points means nothing without --all" in told("--points", "0", "2")
+    assert "--points 6 is none of run overtraining_streaming, which has 0 to 5" in told("--all", "--points", "0", "6")
     assert "no point of run overtraining_streaming has 3 ranks" in told("--all", WORLD_SIZE="3")
-    assert "no point of run overtraining_streaming has 3 or 5 ranks" in told("--all", "--ranks", "3", "5")
 
 
 def test_the_tail_gives_whole_lines_once(tmp_path: Path) -> None:

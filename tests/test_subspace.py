@@ -398,7 +398,7 @@ LOCAL = {"steps": 12, "accumulation": 2, "global_batch": 8}
         ("diloco_m2", {"sync_every_steps": 4}, MOVING | {"mode": "reparametrised"}),
         ("streaming_h30", {"sync_every_steps": 6, "overlap_steps": [2], "mixing": 0.5}, MOVING),
         ("streaming_h30", {"sync_every_steps": 6, "overlap_steps": [2]}, MOVING | {"mode": "reparametrised"}),
-        ("noloco_rare", {"sync_every_steps": 4, "route": "random_micro_batch"}, MOVING | {"codec": "bf16"}),
+        ("noloco", {"sync_every_steps": 4, "route": "random_micro_batch"}, MOVING | {"codec": "bf16"}),
         ("data_parallel", {"route": "random_step"}, MOVING),
         ("diloco_m2", {"sync_every_steps": 4, "trainable": "slice", "slices": 2, "sliced": ["mlp", "heads"]}, MOVING),
         (
@@ -442,7 +442,7 @@ def test_everything_composes_and_resumes_bit_for_bit(
         ("data_parallel", {}),
         ("diloco_m2", {"sync_every_steps": 4}),
         ("streaming_h30", {"sync_every_steps": 6, "overlap_steps": [2], "mixing": 0.5, "codec": "fp32"}),
-        ("noloco_rare", {"sync_every_steps": 4}),
+        ("noloco", {"sync_every_steps": 4}),
         ("diloco_m2", {"sync_every_steps": 4, "trainable": "slice", "slices": 2, "sliced": ["mlp", "out"]}),
     ],
 )
