@@ -123,10 +123,10 @@ def family(stage: str, runs: dict[str, Any]) -> str:
 
 
 def minutes(times: pd.DataFrame) -> pd.DataFrame:
-    """Minutes of training and of the rest, paper by paper, from seconds by stage."""
-    runs, spent = load_params()["runs"], dict.fromkeys(FAMILIES, (0.0, 0.0))
+    """Minutes of training and of the rest, paper by paper, from seconds by stage; without stages that are no more."""
+    runs, known, spent = load_params()["runs"], set(stages()), dict.fromkeys(FAMILIES, (0.0, 0.0))
     for stage, seconds in times.itertuples(index=False):
-        if stage != "all":
+        if stage in known:
             trained, rest = spent[key := family(stage, runs)]
             is_run = stage.startswith("train@")
             spent[key] = trained + is_run * seconds, rest + (not is_run) * seconds
