@@ -31,7 +31,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def small_run(run: str = "diloco_m2", **override: Any) -> RunConfig:
     """A run of params.yaml at smoke scale (the first variant of a sweep), made smaller still; sections merge."""
-    variants = load_params()["runs"][run].get("variants", {"": {}})
+    params = load_params()
+    variants = params["runs"][run].get("variants", {"": {}})
     base: dict[str, Any] = {
         "variant": next(iter(variants)),
         "model": {"vocab_size": VOCAB},
@@ -42,7 +43,7 @@ def small_run(run: str = "diloco_m2", **override: Any) -> RunConfig:
         base["method"] = {"sync_every_steps": 4}
     for section, values in override.items():
         base[section] = base.get(section, {}) | values if isinstance(values, dict) else values
-    return run_config(run, scale="smoke", **base)
+    return run_config(run, scale="smoke", params=params, **base)
 
 
 def settings_of(config: RunConfig) -> list[str]:
