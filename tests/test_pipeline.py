@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-import time
+import threading
 import weakref
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from lowcomm.comm import world as worlds
 from lowcomm.comm.config import CommConfig
 from lowcomm.comm.start import run_threads
+from lowcomm.comm.wire import VirtualClock
 from lowcomm.comm.world import World
 from lowcomm.experiment.batches import TokenData
 from lowcomm.experiment.config import RunConfig
@@ -324,26 +326,39 @@ def test_bubble_formula_by_hand() -> None:
 
 @pytest.mark.parametrize(("stages", "count"), [(2, 1), (2, 4), (4, 4)])
 def test_the_bubble_is_gpipes(stages: int, count: int, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the virtual clock: seconds of a step over those of the same model in one stage, which also accumulates.
+    """On a clock that blocks alone advance: seconds of a step over those of the same model in one stage.
 
-    A block sleeps 15 ms forward and 30 ms backward, so that ranks do not compete for cores: (M + S - 1) / (M S). Other
-    work on the machine only adds: the least of six steps counts.
+    That accumulates too. A block takes 1 s forward and 2 s backward: (M + S - 1) / (M S), exactly.
     """
     config = deep_run(replicas=1, train={"accumulation": count, "global_batch": 4, "clip_norm": 0})
     data = TokenData(corpus, seq_len=config.train.seq_len, global_batch=4, seed=0)
 
+    mine = threading.local()  # the clock of the rank that is this thread
+
+    class Counted(VirtualClock):
+        def __init__(self) -> None:
+            self.at, mine.clock = 0.0, self
+            super().__init__()
+
+        def now(self) -> float:
+            return self.at
+
+        def settle(self, entered: float, finished: float) -> None:
+            self.at = max(entered, finished)
+
     class Paced(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            time.sleep(0.015)
+            mine.clock.at += 1.0
             return x.clone()
 
         @staticmethod
         def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-            time.sleep(0.03)
+            mine.clock.at += 2.0
             return grad
 
     plain = Block.forward
+    monkeypatch.setattr(worlds, "VirtualClock", Counted)
     monkeypatch.setattr(Block, "forward", lambda *a: Paced.apply(plain(*a)))
 
     def seconds(stages: int) -> float:
@@ -362,7 +377,7 @@ def test_the_bubble_is_gpipes(stages: int, count: int, corpus: Path, monkeypatch
         return min(max(times) for times in zip(*ranks, strict=True))
 
     expected = (count + stages - 1) / (count * stages)
-    assert seconds(stages) / seconds(1) == pytest.approx(expected, rel=0.1)
+    assert seconds(stages) / seconds(1) == pytest.approx(expected)
     assert expected == pytest.approx(1 / stages / (1 - bubble(stages, count)))
 
 
