@@ -123,7 +123,7 @@ def family(stage: str, runs: dict[str, Any]) -> str:
 
 
 def minutes(times: pd.DataFrame) -> pd.DataFrame:
-    """Minutes of training and of the rest, paper by paper, from seconds by stage; without stages that are no more."""
+    """Sum the seconds of stages to minutes of training and of the rest, by paper; stages that are gone are left out."""
     runs, known, spent = load_params()["runs"], set(stages()), dict.fromkeys(FAMILIES, (0.0, 0.0))
     for stage, seconds in times.itertuples(index=False):
         if stage in known:

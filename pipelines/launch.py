@@ -213,11 +213,12 @@ def _stop(children: list[subprocess.Popen]) -> None:
 
 
 def _cores() -> int:
+    """Return how many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _work(job: _Job) -> int:
-    """About how long a job takes, in steps of all ranks."""
+    """Estimate how long a job takes, counted in steps of all its ranks."""
     return job.config.ranks * job.config.train.steps
 
 

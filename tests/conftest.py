@@ -30,7 +30,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def small_run(run: str = "diloco_m2", **override: Any) -> RunConfig:
-    """A run of params.yaml at smoke scale (the first variant of a sweep), made smaller still; sections merge."""
+    """Return a run of params.yaml (of a sweep, the first variant) at smoke scale, made smaller; sections merge."""
     params = load_params()
     variants = params["runs"][run].get("variants", {"": {}})
     base: dict[str, Any] = {

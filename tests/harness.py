@@ -19,6 +19,7 @@ from torch.distributed import TCPStore
 
 from lowcomm.comm.config import CommConfig
 from lowcomm.comm.start import run_threads, world_from_torchrun
+from lowcomm.comm.wire import VirtualClock
 from pipelines.project import ROOT
 
 
@@ -41,6 +42,20 @@ def train_in_processes(ranks: int, *words: str, **environment: str) -> subproces
 
 
 _CAPTURE: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 240, "check": False}
+
+
+class OnlyTheLink(VirtualClock):
+    """A virtual clock on which computing takes no time but what a test adds to `time`, so that tests can be exact."""
+
+    def __init__(self) -> None:
+        self.time = 0.0
+        super().__init__()
+
+    def now(self) -> float:
+        return self.time
+
+    def settle(self, entered: float, finished: float) -> None:
+        self.time = max(entered, finished)
 
 
 def forked_command(ranks: int, *words: str) -> list[str]:

@@ -21,11 +21,11 @@ from lowcomm.comm.shares import encoded_mean_bytes, encoded_mean_in_shares, mean
 from lowcomm.comm.start import run_threads
 from lowcomm.comm.threads import ThreadHub, ThreadTransport
 from lowcomm.comm.transport import CommError
-from lowcomm.comm.wire import Span, Trace, VirtualClock
+from lowcomm.comm.wire import Span, Trace
 from lowcomm.comm.world import World
 from lowcomm.settings import ConfigError
 from pipelines.project import ROOT
-from tests.harness import as_processes, as_threads
+from tests.harness import OnlyTheLink, as_processes, as_threads
 
 
 @pytest.fixture(scope="module")
@@ -317,26 +317,12 @@ def test_narrow_floats_are_not_summed() -> None:
         run_threads(lambda w: w.mean(torch.zeros(4, dtype=torch.bfloat16), purpose="x"), replicas=2)
 
 
-class _OnlyTheLink(VirtualClock):
-    """A virtual clock on which computing takes no time, so that tests can be exact."""
-
-    def __init__(self) -> None:
-        self._time = 0.0
-        super().__init__()
-
-    def now(self) -> float:
-        return self._time
-
-    def settle(self, entered: float, finished: float) -> None:
-        self._time = max(entered, finished)
-
-
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_virtual_link_takes_what_the_closed_form_says(ranks: int) -> None:
     payload, rate, latency_s = 1_000_000, 80e6, 0.01
 
     def work(world: World) -> list[float]:
-        world.clock = _OnlyTheLink()
+        world.clock = OnlyTheLink()
         world.mean(torch.zeros(payload // 4), purpose="outer")
         once = world.clock.now()
         handles = [world.mean_async(torch.zeros(payload // 4), purpose="outer") for _ in range(2)]

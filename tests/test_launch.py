@@ -155,7 +155,7 @@ def test_only_what_runs_have_left_is_removed(tmp_path: Path, capsys: pytest.Capt
 
 
 def _budgets(out: Path, corpus: Path, *settings: str) -> list[dict]:
-    """A sweep of three runs, of one rank where `settings` say nothing else."""
+    """Train a sweep of three runs, which have one rank each unless `settings` say otherwise."""
     settings = [*SWEEP[:2], *SWEEP[3:], "replicas=1", "data.corpus=docstrings", *settings]
     return launch_all("overtraining_data_parallel", scale="smoke", settings=settings, out=out, data=corpus)
 

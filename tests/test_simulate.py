@@ -156,7 +156,7 @@ BITS = 13.375  # a parameter, found in notebook 32 from the rows without fragmen
 
 
 def _points_off(work: Workload, exchange: Exchange, row: dict) -> list[int]:
-    """By how many points of the grid the bandwidths of a printed row are exceeded."""
+    """Return by how many points of the grid our bandwidths exceed those of a printed row."""
     curve = compute_utilisation(work, exchange, GRID)
     needed = [bandwidth_needed(curve, GRID, level / 100) for level in row["utilization"]]
     pairs = zip(needed, row["gbit_per_s"], strict=True)

@@ -44,7 +44,7 @@ def _merge(base: dict, over: dict) -> dict:
 
 
 def _times(sections: dict, factors: dict, where: str) -> dict:
-    """Sections with some of their numbers multiplied; whole numbers stay whole, rounded down."""
+    """Return the sections with some of their numbers multiplied; whole numbers stay whole and are rounded down."""
     if not isinstance(factors, dict):
         raise ConfigError(f"{where} = {factors!r} must be a mapping of sections to the factors of their numbers")
     out = dict(sections)

@@ -149,9 +149,9 @@ def second_moments(momentum: float, pull: float, q: float, *, drive: float = 0.0
 
 
 def growth(moments: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The factor by which what replicas differ by grows in an outer step: the root of the map's largest eigenvalue.
+    """Return the factor by which the differences between replicas grow in an outer step.
 
-    moments: one map or many, [..., 3, 3].
+    It is the root of the map's largest eigenvalue. `moments` is one map or many, [..., 3, 3].
     """
     return np.sqrt(np.abs(np.linalg.eigvals(moments)).max(-1))
 
