@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -106,6 +107,14 @@ def _descendants(pid: int) -> list[int]:
     return [d for c in map(int, children) for d in (*_descendants(c), c)]
 
 
+def _lives(pid: int) -> bool:
+    """Whether the process still runs; one that ends while it is looked at does not."""
+    try:
+        return "zombie" not in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
@@ -120,13 +129,11 @@ def _kill_at(step: int, command: list[str], out: Path, rng: random.Random) -> No
     _wait_for_step(out, step, child)
     ranks = _descendants(child.pid)
     os.kill(ranks[rng.randrange(len(ranks))] if ranks and rng.random() < 0.5 else child.pid, signal.SIGKILL)
-    for pid in ranks:
-        if child.poll() is not None and Path(f"/proc/{pid}").exists():
-            os.kill(pid, signal.SIGKILL)
     child.wait(60)
     for pid in ranks:
-        while Path(f"/proc/{pid}").exists() and "zombie" not in Path(f"/proc/{pid}/status").read_text():
-            os.kill(pid, signal.SIGKILL)
+        while _lives(pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
             time.sleep(0.01)
     assert not (out / "summary.json").exists()
 
