@@ -33,6 +33,7 @@ writes a checkpoint two minutes before its time is up; the same job, submitted a
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import sys
@@ -81,35 +82,45 @@ class Progress:
         log.info("%s, %.0f steps/s, %.0f s left", told, rate, (steps - step) / max(rate, 1e-9))
 
 
-def title(config: RunConfig) -> str:
-    """'diloco_m2, seed 0', with the variant between them if there is one."""
-    return ", ".join([config.name, *([config.variant] if config.variant else []), f"seed {config.seed}"])
-
-
 def _told(config: RunConfig, folder: RunFolder, summary: dict[str, Any]) -> str:
     """Say in a line what a run found, and where it is."""
     if not summary["complete"]:
-        return f"{title(config)} was stopped after step {summary['step']}: the same command continues ({folder.out})"
+        return f"{config.title} was stopped after step {summary['step']}: the same command continues ({folder.out})"
     sent = max(a + b for a, b in zip(summary["sent_bytes_per_rank"], summary["routed_bytes_per_rank"], strict=True))
     return (
-        f"{title(config)}: validation loss {summary['val_loss']:.4f} (perplexity {summary['val_perplexity']:.4g}) after"
+        f"{config.title}: validation loss {summary['val_loss']:.4f} (perplexity {summary['val_perplexity']:.4g}) after"
         f" {summary['tokens']:,} tokens; {sent:,} bytes sent by the busiest rank; {folder.out}"
     )
 
 
-def _jobs(args: argparse.Namespace, project: Project) -> list[tuple[RunConfig, RunFolder, Path]]:
-    """(configuration, folder, corpus) of everything that the command line asks for."""
-    override = overrides(args.set)
-    if args.points and not args.all:
-        raise ConfigError("--points means nothing without --all")
+def _jobs(args: argparse.Namespace) -> list[tuple[RunConfig, RunFolder, Path]]:
+    """Return (configuration, folder, corpus) of everything that a command line asks for."""
+    if args.jobs:
+        jobs = [job for words in _read_jobs(args.jobs) for job in _points(_parser().parse_args(words))]
+    else:
+        jobs = _points(args)
+    if len({(config.comm.backend, config.comm.timeout_s) for config, *_ in jobs}) > 1:
+        raise ConfigError("runs in turn share a transport: comm.backend and comm.timeout_s must be equal")
+    return jobs
+
+
+def _read_jobs(path: Path) -> list[list[str]]:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} must be a JSON list of lists of words: {error}") from None
+    if not isinstance(found, list) or not all(isinstance(words, list) for words in found):
+        raise ConfigError(f"{path} must be a JSON list of lists of words, got {str(found)[:50]}")
+    return found
+
+
+def _points(args: argparse.Namespace) -> list[tuple[RunConfig, RunFolder, Path]]:
+    """Return what `_jobs` does, of a command line that names one run."""
+    project, override = Project.find(args.project), overrides(args.set)
     if args.all:
         if args.variant or args.seed is not None or args.times:
             raise ConfigError("--all trains every variant and seed: --variant, --seed and --times mean nothing with it")
         configs = project.run_points(args.run, scale=args.scale, **override)
-        if args.points:
-            if none := [i for i in args.points if not 0 <= i < len(configs)]:
-                raise ConfigError(f"--points {none[0]} is none of run {args.run}, which has 0 to {len(configs) - 1}")
-            configs = [configs[i] for i in args.points]
         if "WORLD_SIZE" in os.environ:
             ranks = int(os.environ["WORLD_SIZE"])
             some = [c for c in configs if c.ranks == ranks]
@@ -127,10 +138,6 @@ def _jobs(args: argparse.Namespace, project: Project) -> list[tuple[RunConfig, R
             log.info("%s is complete", folder.out)
         else:
             jobs.append((config, folder, args.data or project.data_dir(config.data.corpus, config.scale)))
-    if len({(config.comm.backend, config.comm.timeout_s) for config, *_ in jobs}) > 1:
-        raise ConfigError(
-            f"the variants of {args.run} share a transport: comm.backend and comm.timeout_s must be equal"
-        )
     return jobs
 
 
@@ -148,13 +155,11 @@ def list_runs(project: Project, scale: str | None = None) -> str:
     return "\n".join(lines)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Command line; see `--help`."""
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="lowcomm train", description=__doc__.split("\n")[0])
     parser.add_argument("run", nargs="?", help="a run of params.yaml")
     parser.add_argument("--list", action="store_true", help="name the runs, and what is trained of them")
     parser.add_argument("--all", action="store_true", help="all variants and seeds that are not complete yet")
-    parser.add_argument("--points", type=int, nargs="+", metavar="N", help="of --all, these alone, counted from 0")
     parser.add_argument("--variant", default="", help="of a run that is a sweep")
     parser.add_argument("--scale", help="smoke, laptop, gpu or paper (default: params.yaml's)")
     parser.add_argument("--seed", type=int, help="default: the run's first")
@@ -163,13 +168,20 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--data", type=Path, help="prepared corpus (default: build/data/SCALE/CORPUS)")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override a setting")
     parser.add_argument("--project", type=Path, help="folder of params.yaml (default: the working one, or one above)")
+    parser.add_argument("--jobs", type=Path, metavar="FILE", help="several runs: a JSON list of what else stands here")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; see `--help`."""
+    parser = _parser()
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     if args.list:
         print(list_runs(Project.find(args.project), args.scale))
         return 0
-    if args.run is None:
-        parser.error("name a run, or ask for --list")
+    if (args.run is None) == (args.jobs is None):
+        parser.error("name a run, or a file of --jobs, or ask for --list")
     with stopping_on_signals():
         _train_all(args)
     return 0
@@ -180,7 +192,7 @@ def _train_all(args: argparse.Namespace) -> None:
     world: World | None = None
     try:
         processes = "TORCHELASTIC_RUN_ID" in os.environ or "RANK" in os.environ
-        for config, folder, data in _jobs(args, Project.find(args.project)):
+        for config, folder, data in _jobs(args):
             progress = Progress(config)
             if processes:
                 transport = None if world is None else world.transport

@@ -32,6 +32,8 @@ from lowcomm.experiment.source import sha256, source_digest
 from pipelines.project import BUILD, PROJECT, ROOT, data_dir, run_config, run_points, runs_dir
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from lowcomm.experiment.config import RunConfig
 
 #: glibc gives large blocks back to the system after each step and faults them in anew; keeping them saves a tenth.
@@ -121,48 +123,85 @@ def _told(lines: list[str]) -> str:
 
 
 @dataclass(frozen=True)
-class _Job:
+class Job:
+    """A run to train: its configuration, its folder, its corpus, and the settings that it overrides."""
+
     config: RunConfig
     folder: RunFolder
-
-    @property
-    def title(self) -> str:
-        c = self.config
-        return f"{c.name}, {c.variant}, seed {c.seed}" if c.variant else f"{c.name}, seed {c.seed}"
+    data: Path
+    overridden: tuple[str, ...] = ()
 
     @property
     def settings(self) -> dict[str, Any]:
+        """The settings, as they stand in a summary."""
         return self.config.to_dict()
+
+    @property
+    def words(self) -> list[str]:
+        """What `lowcomm.train` takes to train it."""
+        c = self.config
+        words = [c.name, "--scale", c.scale, "--seed", str(c.seed), "--data", str(self.data)]
+        words += ["--out", str(self.folder.out), "--times", str(self.folder.times)]
+        return (
+            words + (["--variant", c.variant] if c.variant else []) + [w for s in self.overridden for w in ("--set", s)]
+        )
+
+
+def make_job(
+    run: str,
+    *,
+    variant: str = "",
+    seed: int | None = None,
+    scale: str | None = None,
+    settings: Sequence[str] = (),
+    out: Path | None = None,
+    times: Path | None = None,
+    data: Path | None = None,
+) -> Job:
+    """Make the job of one point of a run of params.yaml.
+
+    Args:
+        run, variant, seed, scale: as in `Project.run_config`.
+        settings: overrides like "train.steps=60".
+        out, times, data: folders; by default the run's own under build/.
+
+    Raises ConfigError for bad settings.
+    """
+    config = run_config(run, variant=variant, seed=seed, scale=scale, **overrides(list(settings)))
+    own = PROJECT.run_folder(config)
+    data = data or data_dir(config.data.corpus, config.scale)
+    return Job(config, RunFolder(out or own.out, times or own.times), data, tuple(settings))
 
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """Jobs that one process, or one `pipelines.forked`, trains in turn; `words` are for `lowcomm.train`.
+    """Jobs that one process, or one `pipelines.forked`, trains in turn.
 
     ranks: processes of each job; 0 where its ranks are threads.
     """
 
-    jobs: list[_Job]
+    jobs: list[Job]
     ranks: int
-    words: list[str]
     log_path: Path
 
     def start(self) -> subprocess.Popen:
         module = ["pipelines.forked", str(self.ranks)] if self.ranks else ["lowcomm.train"]
-        command = [sys.executable, "-m", *module, *self.words]
+        jobs = self.log_path.with_suffix(".jobs.json")
+        command = [sys.executable, "-m", *module, "--jobs", str(jobs)]
         environment = os.environ | _KEEP_MEMORY | {"OMP_NUM_THREADS": "1", LAUNCHER_VARIABLE: str(os.getpid())}
         environment["PYTHONPATH"] = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        jobs.write_text(json.dumps([job.words for job in self.jobs]))
         with self.log_path.open("w") as log:
             streams = {"stdout": log, "stderr": subprocess.STDOUT}
             return subprocess.Popen(command, env=environment, start_new_session=True, **streams)
 
     def check(self, returncode: int) -> None:
         """Raise LaunchError if it failed, or ended before all was trained."""
-        missing = [job.title for job in self.jobs if not job.folder.summary.exists()]
+        missing = [job.config.title for job in self.jobs if not job.folder.summary.exists()]
         if returncode or missing:
             told = _told(self.log_path.read_text().splitlines())
-            title = missing[0] if missing else self.jobs[-1].title
+            title = missing[0] if missing else self.jobs[-1].config.title
             what = f"failed with exit code {returncode}" if returncode else "was stopped before its end"
             raise LaunchError(f"{title} {what}; {self.log_path}:\n{told}")
 
@@ -178,7 +217,7 @@ def _train(parts: list[_Part]) -> None:
             if _failed(children):
                 break
             count = f" ({number} of {len(watched)})" if len(watched) > 1 else ""
-            live = _Live(job.title + count, job.config.train.steps)
+            live = _Live(job.config.title + count, job.config.train.steps)
             tail = _Tail(job.folder.losses(job.settings))
             while child.poll() is None and not job.folder.summary.exists() and not _failed(children):
                 time.sleep(0.1)
@@ -217,20 +256,20 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _work(job: _Job) -> int:
+def _work(job: Job) -> int:
     """Estimate how long a job takes, counted in steps of all its ranks."""
     return job.config.ranks * job.config.train.steps
 
 
-def _dealt(jobs: list[_Job], sides: int) -> list[list[_Job]]:
+def _dealt(jobs: list[Job], sides: int) -> list[list[Job]]:
     """Deal jobs to sides of about equal work: the longest first, each to the side that has least."""
-    dealt: list[list[_Job]] = [[] for _ in range(sides)]
+    dealt: list[list[Job]] = [[] for _ in range(sides)]
     for job in sorted(jobs, key=_work, reverse=True):
         min(dealt, key=lambda side: sum(map(_work, side))).append(job)
     return dealt
 
 
-def _side_by_side(jobs: list[_Job]) -> list[tuple[int, list[list[_Job]]]]:
+def _side_by_side(jobs: list[Job]) -> list[tuple[int, list[list[Job]]]]:
     """Share jobs out to what is trained one after the other, and within it to what is trained side by side.
 
     Returns (processes of each job, 0 where its ranks are threads; the jobs of each side). Threads have a core for each
@@ -246,52 +285,39 @@ def _side_by_side(jobs: list[_Job]) -> list[tuple[int, list[list[_Job]]]]:
     return [*shares, (0, _dealt(threads, cores))] if threads else shares
 
 
-def _clear(job: _Job, source: str, *, keep: bool) -> None:
+def _clear(job: Job, source: str, *, keep: bool) -> None:
     """Make a run's folder ready; `keep` what the same source (a digest) left there."""
     if found := job.folder.strangers():
         raise LaunchError(f"{job.folder.out} holds {', '.join(found[:5])}, which no run puts there: choose another one")
     if job.folder.made_with != source:
         if job.folder.checkpoints.exists():
-            print(f"{job.title}: the source has changed since its checkpoint was written; starting over")
+            print(f"{job.config.title}: the source has changed since its checkpoint was written; starting over")
         keep = False
     if not keep:
         job.folder.clear()
 
 
-def launch(
-    run: str,
-    *,
-    variant: str = "",
-    seed: int | None = None,
-    scale: str | None = None,
-    settings: list[str] | None = None,
-    out: Path | None = None,
-    times: Path | None = None,
-    data: Path | None = None,
-) -> dict[str, Any]:
+def launch(run: str, **named: Any) -> dict[str, Any]:
     """Train one point of a run of params.yaml under torchrun and return its summary.
 
-    Args:
-        run, variant, seed, scale: as in `Project.run_config`.
-        settings: overrides like "train.steps=60".
-        out, times, data: folders; by default the run's own under build/.
+    Args: as `make_job`.
 
     An interrupted run continues from its checkpoint, unless the source has changed since: then it starts
     over and says so. Raises LaunchError with the tail of the log when a rank fails, ConfigError for bad settings.
     """
-    settings = settings or []
-    # Refuse bad settings before starting.
-    config = run_config(run, variant=variant, seed=seed, scale=scale, **overrides(settings))
-    own = PROJECT.run_folder(config)
-    job = _Job(config, RunFolder(out or own.out, times or own.times))
-    data = data or data_dir(config.data.corpus, config.scale)
-    _clear(job, source_digest(), keep=True)
-    job.folder.summary.unlink(missing_ok=True)
-    words = [run, "--scale", config.scale, "--seed", str(config.seed)] + (["--variant", variant] if variant else [])
-    folders = ["--out", str(job.folder.out), "--times", str(job.folder.times), "--data", str(data)]
-    words += folders + [w for s in settings for w in ("--set", s)]
-    _train([_Part([job], config.ranks, words, job.folder.times / "log.txt")])
-    return job.folder.read_summary()
+    return launch_in_turn([make_job(run, **named)])[0]
+
+
+def launch_in_turn(jobs: Sequence[Job]) -> list[dict[str, Any]]:
+    """Train jobs of equally many ranks one after the other, in the same processes; otherwise as `launch`."""
+    if len(ranks := {job.config.ranks for job in jobs}) != 1:
+        raise LaunchError(f"what is trained in turn must have equally many ranks, got {sorted(ranks)}")
+    source = source_digest()
+    for job in jobs:
+        _clear(job, source, keep=True)
+        job.folder.summary.unlink(missing_ok=True)
+    _train([_Part(list(jobs), *ranks, jobs[0].folder.times / "log.txt")])
+    return [job.folder.read_summary() for job in jobs]
 
 
 #: In a run's folder for times while `launch_all` is at it: digests of source, corpus and settings, a line per point.
@@ -306,7 +332,7 @@ def launch_all(
     run: str,
     *,
     scale: str | None = None,
-    settings: list[str] | None = None,
+    settings: Sequence[str] = (),
     out: Path | None = None,
     data: Path | None = None,
 ) -> list[dict[str, Any]]:
@@ -316,23 +342,23 @@ def launch_all(
     Pipelines, and what has more ranks than cores, have a core each and a thread for each rank, as long as no core is
     idle.
 
-    Args: as `launch`; `out` holds a folder for each variant and seed.
+    Args: as `make_job`; `out` holds a folder for each variant and seed.
 
     What an earlier call left is trained anew, unless that call was interrupted and source, corpus and the settings of a
     point are the same: then this one goes on where it stopped. Variants and seeds that the run no longer has are
     removed, and named. Raises as `launch`, and LaunchError where `out` holds other runs.
     """
-    settings = settings or []
-    points = run_points(run, scale=scale, **overrides(settings))
+    points = run_points(run, scale=scale, **overrides(list(settings)))
     scale = points[0].scale
     root = out or runs_dir(run, scale)
-    jobs = [_Job(config, PROJECT.run_folder(config, out)) for config in points]
+    corpus = data or data_dir(points[0].data.corpus, scale)
+    jobs = [Job(config, PROJECT.run_folder(config, out), corpus, tuple(settings)) for config in points]
     times = RunFolder.beside(out).times if out else BUILD / "times" / scale / "runs" / run
     _clear_others(root, times, run, {job.folder.out for job in jobs})
-    card = (data or data_dir(points[0].data.corpus, scale)) / "card.json"
+    card = corpus / "card.json"
     source = source_digest()
-    corpus = sha256(card) if card.exists() else "no corpus"
-    made_from = {job: f"{source} {corpus} {_digest(job.config)}" for job in jobs}
+    text = sha256(card) if card.exists() else "no corpus"
+    made_from = {job: f"{source} {text} {_digest(job.config)}" for job in jobs}
     marker = times / _UNFINISHED
     begun = set(marker.read_text().splitlines()) if marker.exists() else set()
     for job in jobs:
@@ -340,15 +366,13 @@ def launch_all(
         _clear(job, source, keep=made_from[job] in begun and usable)
     times.mkdir(parents=True, exist_ok=True)
     marker.write_text("".join(f"{line}\n" for line in made_from.values()))
-    words = [run, "--scale", scale, "--all"] + [w for s in settings for w in ("--set", s)]
-    words += (["--out", str(out)] if out else []) + (["--data", str(data)] if data else [])
     for processes, sides in _side_by_side(jobs):
         parts = []
         for index, side in enumerate(sides):
             todo = [job for job in side if not job.folder.summary.exists()]
             log = times / f"log-{processes or 'threads'}-{index}.txt"
             if todo:
-                parts.append(_Part(todo, processes, [*words, "--points", *(str(jobs.index(job)) for job in todo)], log))
+                parts.append(_Part(todo, processes, log))
         _train(parts)
     marker.unlink()
     return [job.folder.read_summary() for job in jobs]

@@ -1,4 +1,4 @@
-"""A short run of params.yaml, traced here and now: the clock of this machine, for `replay` and `predict`."""
+"""Short runs of params.yaml, traced here and now: the clock of this machine, for `replay` and `predict`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lowcomm.cost.predict import Links, predict, stage_flops
 from lowcomm.cost.replay import Replay, read_traces, replay, window
 from lowcomm.experiment.config import RunConfig
 from lowcomm.experiment.project import overrides
-from pipelines.launch import launch
+from pipelines.launch import launch_in_turn, make_job
 from pipelines.project import run_config
 
 
@@ -71,25 +71,33 @@ def _by_step(spans: Sequence[Span]) -> list[float]:
     return [(begun[b] - begun[a] - waited.get(a, 0.0)) / (b - a) for a, b in pairwise(steps)]
 
 
-def trace_run(
-    run: str, *, scale: str, variant: str = "", rounds: int = 3, least: int = 20, settings: Sequence[str] = ()
-) -> Live:
-    """Train a run of params.yaml for some rounds over links as fast as they go, and read its trace.
+def trace_runs(
+    names: Sequence[tuple[str, str]], *, scale: str, rounds: int = 3, least: int = 20, settings: Sequence[str] = ()
+) -> list[Live]:
+    """Train runs of params.yaml for some rounds over links as fast as they go, one after the other; read their traces.
 
-    The first round (and at least a fifth of the steps) is left out, and so is the last. rounds: those that count, of H
-    steps each; least: steps that count.
+    The first round (and at least a fifth of the steps) is left out, and so is the last. names: (run, variant) of each;
+    all must have equally many ranks. rounds: those that count, of H steps each; least: steps that count.
     """
-    config = run_config(run, variant=variant, scale=scale, **overrides(list(settings)))
-    h = config.method.sync_every_steps if config.method.exchange == "parameters" else 1
-    counted = h * max(rounds if h > 1 else 1, -(-least // h))
-    before = h * -(-max(h, counted // 5) // h)
-    steps = before + counted + h
-    words = [*settings, f"train.steps={steps}", "train.warmup_steps=2", "train.eval_every=0", "comm.trace=true"]
-    words += [f"train.eval_sequences={config.replicas}", "train.record_ranks=false", "train.record_spread=false"]
-    if config.method.boundary.update_every_steps >= steps:  # a run must have a move: its last step but one
-        words.append(f"method.boundary.update_every_steps={steps - 1}")
     with tempfile.TemporaryDirectory() as folder:
-        out, times = Path(folder) / "run", Path(folder) / "times"
-        launch(run, variant=variant, scale=scale, settings=words, out=out, times=times)
-        traces = read_traces(times)
-    return Live(config, window(traces, before + 1, before + counted), counted)
+        jobs, windows = [], []
+        for index, (run, variant) in enumerate(names):
+            config = run_config(run, variant=variant, scale=scale, **overrides(list(settings)))
+            h = config.method.sync_every_steps if config.method.exchange == "parameters" else 1
+            counted = h * max(rounds if h > 1 else 1, -(-least // h))
+            before = h * -(-max(h, counted // 5) // h)
+            steps = before + counted + h
+            words = [*settings, f"train.steps={steps}", "train.warmup_steps=2", "train.eval_every=0", "comm.trace=true"]
+            words += [f"train.eval_sequences={config.replicas}", "train.record_ranks=false"]
+            words.append("train.record_spread=false")
+            if config.method.boundary.update_every_steps >= steps:  # a run must have a move: its last step but one
+                words.append(f"method.boundary.update_every_steps={steps - 1}")
+            out, times = (Path(folder) / f"{kind}-{index}" for kind in ("run", "times"))
+            jobs.append(make_job(run, variant=variant, scale=scale, settings=words, out=out, times=times))
+            windows.append((config, before + 1, counted))
+        launch_in_turn(jobs)
+        found = []
+        for job, (config, first, counted) in zip(jobs, windows, strict=True):
+            spans = window(read_traces(job.folder.times), first, first + counted - 1)
+            found.append(Live(config, spans, counted))
+    return found

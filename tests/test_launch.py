@@ -13,11 +13,23 @@ from pathlib import Path
 
 import pytest
 
+from lowcomm.experiment.config import RunConfig
 from lowcomm.experiment.project import overrides
 from lowcomm.experiment.run_folder import RunFolder
 from lowcomm.settings import ConfigError
 from pipelines import launch as launching
-from pipelines.launch import LaunchError, _clear_others, _digest, _Tail, curve_svg, launch, launch_all
+from pipelines.launch import (
+    Job,
+    LaunchError,
+    _clear_others,
+    _digest,
+    _Tail,
+    curve_svg,
+    launch,
+    launch_all,
+    launch_in_turn,
+    make_job,
+)
 from pipelines.project import run_points
 from tests.conftest import command_line, settings_of, small_run
 from tests.harness import clean_environment, torchrun_command
@@ -32,6 +44,37 @@ def test_launch_returns_the_summary(corpus: Path, tmp_path: Path) -> None:
     assert summary["environment"]["transport"] == "ProcessTransport"
     times = json.loads((tmp_path / "times" / "times.json").read_text())
     assert times["tokens_per_s"] > 0
+
+
+def test_jobs_in_turn_are_those_of_single_launches(corpus: Path, tmp_path: Path) -> None:
+    """Of different runs; the same processes train both, and end with each as a launch of its own does."""
+    jobs = [
+        make_job(
+            run,
+            scale="smoke",
+            settings=settings_of(small_run(run, **more)),
+            out=tmp_path / run,
+            times=tmp_path / f"{run}-times",
+            data=corpus,
+        )
+        for run, more in (("diloco_m2", {}), ("protocol", {"method": {"boundary": {"update_every_steps": 6}}}))
+    ]
+    two, four = jobs
+    assert (two.config.ranks, four.config.ranks) == (2, 4)
+    with pytest.raises(LaunchError, match=r"must have equally many ranks, got \[2, 4\]"):
+        launch_in_turn(jobs)
+    assert not list(tmp_path.glob("protocol*"))
+    faster = make_job(
+        "diloco_m2",
+        scale="smoke",
+        settings=[*two.overridden, "train.lr=0.01"],
+        out=tmp_path / "faster",
+        times=tmp_path / "faster-times",
+        data=corpus,
+    )
+    found = launch_in_turn([two, faster])
+    assert [s["run"]["train"]["lr"] for s in found] == [two.config.train.lr, 0.01]
+    assert launch_in_turn([faster]) == found[1:]
 
 
 def test_launch_refuses_bad_settings_before_it_starts(tmp_path: Path) -> None:
@@ -166,7 +209,7 @@ def test_runs_side_by_side_are_those_of_one_after_the_other(
     monkeypatch.setattr(launching, "_cores", lambda: 2)
     together = _budgets(tmp_path / "two", corpus)
     assert [s["run"]["variant"] for s in together] == ["budget_1", "budget_2", "budget_4"]
-    logs = sorted(p.name for p in (tmp_path / "two-times").glob("log*"))
+    logs = sorted(p.name for p in (tmp_path / "two-times").glob("log*.txt"))
     assert logs == ["log-1-0.txt", "log-1-1.txt"]
     monkeypatch.setattr(launching, "_cores", lambda: 1)
     assert _budgets(tmp_path / "one", corpus) == together
@@ -180,7 +223,7 @@ def test_runs_of_more_ranks_than_cores_are_the_same_as_threads(
     for cores, log in ((1, "log-threads-0.txt"), (2, "log-2-0.txt")):
         monkeypatch.setattr(launching, "_cores", lambda cores=cores: cores)
         found[cores] = _budgets(tmp_path / f"on-{cores}", corpus, "replicas=2")
-        assert [p.name for p in (tmp_path / f"on-{cores}-times").glob("log*")] == [log]
+        assert [p.name for p in (tmp_path / f"on-{cores}-times").glob("log*.txt")] == [log]
         for name in ("budget_1", "budget_4"):
             model = tmp_path / f"on-{cores}" / name / "seed0" / "model.safetensors"
             found[cores].append(hashlib.sha256(model.read_bytes()).hexdigest())
@@ -204,15 +247,19 @@ def test_where_one_of_two_fails_the_other_keeps_its_checkpoint(
     assert "forcefully" not in (times / "log-1-0.txt").read_text()
 
 
+def _job(config: RunConfig) -> Job:
+    return Job(config, launching.PROJECT.run_folder(config), Path("corpus"))
+
+
 def test_jobs_are_dealt_to_sides_of_equal_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """On two cores: of seven runs of eight ranks and more, the one of most, which would be left over, is processes."""
     monkeypatch.setattr(launching, "_cores", lambda: 2)
-    jobs = [launching._Job(c, launching.PROJECT.run_folder(c)) for c in run_points("noloco", scale="laptop")]
+    jobs = [_job(c) for c in run_points("noloco", scale="laptop")]
     ((ranks, ((longest,),)), (threads, sides)) = launching._side_by_side(jobs)
     assert (ranks, longest.config.ranks, threads) == (16, 16, 0)
     assert [[job.config.ranks for job in side] for side in sides] == [[8, 8, 8], [8, 8, 8]]
     budgets = run_points("overtraining_data_parallel", scale="laptop")
-    dealt = launching._dealt([launching._Job(c, launching.PROJECT.run_folder(c)) for c in budgets], 2)
+    dealt = launching._dealt([_job(c) for c in budgets], 2)
     assert [[job.config.variant for job in side] for side in dealt] == [["budget_4"], ["budget_2", "budget_1"]]
 
 
@@ -272,9 +319,13 @@ def test_the_command_line_refuses_what_contradicts_all(corpus: Path, tmp_path: P
 
     assert "run overtraining_streaming is a sweep: choose one of its variants, m2_budget_1" in told()
     assert "--variant, --seed and --times mean nothing with it" in told("--all", "--seed", "1")
-    assert "--points means nothing without --all" in told("--points", "0", "2")
-    assert "--points 6 is none of run overtraining_streaming, which has 0 to 5" in told("--all", "--points", "0", "6")
     assert "no point of run overtraining_streaming has 3 ranks" in told("--all", WORLD_SIZE="3")
+    jobs = tmp_path / "jobs.json"
+    jobs.write_text('["overtraining_streaming"]')
+    command = [sys.executable, "-m", "lowcomm.train", "--jobs", str(jobs)]
+    done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "jobs.json must be a JSON list of lists of words" in done.stderr
 
 
 def test_the_tail_gives_whole_lines_once(tmp_path: Path) -> None:

@@ -112,6 +112,11 @@ class RunConfig:
         _check(self)
 
     @property
+    def title(self) -> str:
+        """'diloco_m2, seed 0', with the variant between them if there is one."""
+        return ", ".join([self.name, *([self.variant] if self.variant else []), f"seed {self.seed}"])
+
+    @property
     def ranks(self) -> int:
         """Replicas x stages."""
         return self.replicas * self.stages

@@ -137,7 +137,8 @@ class Project:
         """The whole of `params.yaml` as plain dictionaries, its top-level keys checked. Raises ConfigError."""
         path = path or self.root / "params.yaml"
         try:
-            params = yaml.safe_load(path.read_text())
+            loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's, where it is, is ten times as fast
+            params = yaml.load(path.read_text(), loader)
         except yaml.YAMLError as error:
             raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
         valid = {"scale", "scales", "methods", "runs", "corpora"}
