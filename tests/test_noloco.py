@@ -38,7 +38,7 @@ from lowcomm.settings import ConfigError
 from tests.conftest import command_line, small_run
 from tests.harness import Crash, train_in_processes
 
-NOLOCO = {"peers": "group", "outer": "noloco", "outer_lr": 0.7, "outer_momentum": 0.5, "outer_pull": 0.7}
+NOLOCO = {"peers": "group", "outer": "noloco", "outer_lr": 0.7, "outer_momentum": 0.5, "outer_pull": 0.6}
 FULL = NOLOCO | {"fragments": "strided", "layers_per_fragment": 1, "sync_every_steps": 6, "codec": "e3m0"}
 
 
@@ -77,12 +77,15 @@ def test_one_outer_step_by_hand(
         assert -0.25 * buffers["momentum"].item() == expected_m[i]
 
 
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize(("n", "pull"), [(2, 0.6), (4, 0.6), (2, 0.7), (4, 0.7)])
 def test_a_run_takes_the_steps_of_equation_2(
-    n: int, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    n: int, pull: float, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each replica's slow weights, recomputed in float64 from the fast weights that the run shows."""
-    config = noloco_run(method={"group_size": n})
+    """Each replica's slow weights, recomputed in float64 from the fast weights that the run shows.
+
+    With a pull of 0.7, the learning rate, parameters alone travel; else outer gradients and slow weights.
+    """
+    config = noloco_run(method={"group_size": n, "outer_pull": pull})
     fast: dict[tuple[int, int], torch.Tensor] = {}
     slow: dict[tuple[int, int], torch.Tensor] = {}
     plain_step, plain_finish = LocalUpdates.step, LocalUpdates.finish
@@ -116,7 +119,7 @@ def test_a_run_takes_the_steps_of_equation_2(
             mean_moved = sum(moved[r] for r in group) / len(group)
             mean_slow = sum(before[r] for r in group) / len(group)
             for r in group:
-                m[r] = 0.5 * m[r] + 0.7 * mean_moved + 0.7 * (mean_slow - before[r])
+                m[r] = 0.5 * m[r] + 0.7 * mean_moved + pull * (mean_slow - before[r])
                 phi[r] = before[r] + m[r]
         for r in range(4):
             assert torch.allclose(slow[r, step], phi[r], rtol=0, atol=1e-6)
@@ -156,6 +159,45 @@ def test_the_pull_conserves_the_mean_over_replicas() -> None:
                 optimizer.step(phi[r], torch.zeros(100, dtype=torch.float64), buffers[r], peers.clone())
         assert torch.allclose(phi.mean(0), mean, atol=1e-12)
     assert phi.std(0).mean() < 1e-3 * spread
+
+
+@pytest.mark.parametrize("method", [{}, {"fragments": "strided", "layers_per_fragment": 1, "overlap_steps": [2]}])
+def test_one_message_does_what_two_do_in_half_the_bytes(
+    method: dict, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the pull is the learning rate: the same weights but for rounding."""
+    config = noloco_run(method=method | {"outer_pull": 0.7}, train={"steps": 24})
+
+    def work(world: World) -> dict:
+        return train(config, world, corpus, tmp_path / "run")["sent_bytes"]
+
+    one = run_threads(work, replicas=4)
+    weights = load_file(tmp_path / "run" / "model.safetensors")
+    monkeypatch.setattr(PulledMomentum, "of", lambda m: PulledMomentum(m.outer_lr, m.outer_momentum, m.outer_pull))
+    two = run_threads(work, replicas=4)
+    for name, value in load_file(tmp_path / "run" / "model.safetensors").items():
+        assert torch.allclose(value, weights[name], rtol=0, atol=1e-5), name
+    for ours, theirs in zip(one, two, strict=True):
+        assert "replica/slow weights" not in ours
+        assert ours["replica/outer"] == theirs["replica/outer"]
+        assert theirs["replica/slow weights"] >= 0.6 * theirs["replica/outer"]  # for each turn but the first
+
+
+@pytest.mark.parametrize(
+    ("change", "messages"),
+    [
+        ({}, 1),
+        ({"outer_pull": 0.6}, 2),
+        ({"codec": "bf16"}, 2),
+        ({"trainable": "slice", "slices": 2, "sliced": ["mlp"]}, 2),
+    ],
+)
+def test_one_message_needs_equal_rates_a_lossless_codec_and_whole_replicas(change: dict, messages: int) -> None:
+    plan = noloco_run(method={"outer_pull": 0.7} | change).plan()
+    assert len(plan.purposes(1)) == messages
+    assert plan.outer.sends_parameters == (messages == 1)
+    with pytest.raises(ValueError, match="one message needs a pull that equals the learning rate, got 0.6 and 0.7"):
+        PulledMomentum(0.7, 0.5, 0.6, one_message=True)
 
 
 def test_threads_and_processes_give_the_same_run(corpus: Path, tmp_path: Path) -> None:
@@ -211,6 +253,7 @@ def test_resume_with_slow_weights_under_way(
         (5, {}),
         (5, {"group_size": 4}),
         (4, {"codec": "e3m0"}),
+        (5, {"outer_pull": 0.7}),
         (4, {"outer": "heavy_ball", "outer_pull": 0.0}),
         (4, FULL | {"overlap_steps": [2]}),
     ],
@@ -226,7 +269,7 @@ def test_bytes_sent_are_the_closed_form(replicas: int, method: dict, corpus: Pat
     for sent, closed in run_threads(work, replicas=replicas):
         assert {k: sent.get(k, 0) for k in closed} == closed
         assert closed["replica/outer"] > 0
-        assert ("replica/slow weights" in closed) == (config.method.outer == "noloco")
+        assert ("replica/slow weights" in closed) == (config.method.outer_pull == 0.6)
 
 
 def test_no_collective_in_a_run(corpus: Path, tmp_path: Path) -> None:
@@ -303,7 +346,7 @@ def test_evaluations_of_replicas_and_of_their_average(corpus: Path, tmp_path: Pa
 
     def keep(trainer: Trainer, row: dict) -> None:
         found[trainer.world.replica] = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
-        windows.setdefault(0, trainer.data.validation(config.train.eval_sequences))
+        windows.setdefault(0, trainer.data.held_out(config.train.eval_sequences))
         models.setdefault(0, trainer.model)
 
     windows, models = {}, {}

@@ -341,7 +341,7 @@ COMPOSED = [
     {"fragments": "strided", "layers_per_fragment": 1, "sync_every_steps": 6, "overlap_steps": [1], "codec": "e3m0"},
     {"fragments": "slices", "sync_every_steps": 6, "mixing": 0.5},
     {"peers": "group", "outer": "noloco", "outer_lr": 0.7, "outer_momentum": 0.5, "outer_pull": 0.7},
-    {"peers": "group", "slices": 4, "sliced": ["mlp"], "outer": "heavy_ball", "outer_lr": 0.7, "outer_momentum": 0.3},
+    {"peers": "group", "slices": 2, "sliced": ["mlp"], "outer": "heavy_ball", "outer_lr": 0.7, "outer_momentum": 0.3},
     {"codec": "dropout", "codec_keep": 0.5, "outer": "nesterov", "outer_lr": 0.7, "outer_momentum": 0.9},
     {"sliced": ["mlp"], "slices": 4, "input_gradients": "own_and_random"},
 ]

@@ -7,6 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
+from lowcomm.methods.peers import RandomGroup
 from lowcomm.methods.routing import fixed_route, group_of, groups, random_route
 
 
@@ -44,6 +45,31 @@ def test_every_pair_meets_as_often_as_any_other() -> None:
     pairs = met[np.triu_indices(6, 1)]
     assert pairs.sum() == 9000
     assert np.abs(pairs / 600 - 1).max() < 0.2  # 600 +- 22 each
+
+
+@pytest.mark.parametrize(("replicas", "size", "kinds"), [(4, 2, 2), (8, 4, 2), (8, 4, 4), (10, 4, 2), (12, 4, 4)])
+def test_each_group_holds_as_many_of_each_kind(replicas: int, size: int, kinds: int) -> None:
+    """Each slice has its owners in each group; pairs of unlike kinds meet as often as any other, most() is the most."""
+    met, turns = np.zeros((replicas, replicas)), 2000
+    largest = 0
+    for turn in range(turns):
+        found = groups(5, (0, turn), replicas, size, kinds)
+        assert sorted(itertools.chain(*found)) == list(range(replicas))
+        for group in found:
+            counts = [sum(r % kinds == kind for r in group) for kind in range(kinds)]
+            assert min(counts) == max(counts) >= size // kinds
+            assert group == group_of(group[-1], 5, (0, turn), replicas, size, kinds)
+            largest = max(largest, len(group))
+            for a, b in itertools.combinations(group, 2):
+                met[a, b] += 1
+    assert largest == RandomGroup(size, 5, kinds).most(replicas)
+    unlike = [met[a, b] for a, b in itertools.combinations(range(replicas), 2) if a % kinds != b % kinds]
+    assert min(unlike) > 0.85 * max(unlike) > 0
+
+
+def test_kinds_that_cannot_be_in_each_group_are_refused() -> None:
+    with pytest.raises(ValueError, match="4 kinds must divide groups of 2, and 8 replicas"):
+        groups(0, (0, 0), 8, 2, 4)
 
 
 @pytest.mark.parametrize(("size", "replicas"), [(0, 4), (5, 4)])

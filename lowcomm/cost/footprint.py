@@ -33,7 +33,7 @@ def stage_memory(config: RunConfig, stage: int) -> MemoryCount:
     if config.exchanges_parameters:
         plan = config.plan(stage)
         waiting = plan.outer.needs_peers
-        offloaded = 1 + len(plan.outer.of(m).buffers(torch.empty(0)))
+        offloaded = 1 + len(plan.outer.buffers(torch.empty(0)))
         buffers = offloaded + waiting
         if m.offload_outer:
             fetched = _most_fetched(plan, max(m.overlap_steps), offloaded) + waiting * numel

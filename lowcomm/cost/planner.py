@@ -85,7 +85,7 @@ def methods(replicas: int, stages: int) -> Iterator[Method]:
         for sync_every_steps in ROUNDS:
             for streaming in (False, True):
                 for pairs in (False, True) if replicas > 2 else (False,):
-                    for slices in (n for n in SLICES if replicas % n == 0):
+                    for slices in (n for n in SLICES if (2 if pairs else replicas) % n == 0):  # each owned in a group
                         yield Method(sync_every_steps, streaming, pairs, slices, ratio)
 
 

@@ -215,7 +215,7 @@ class LocalUpdates(Engine):
         if broadcast and world.replicas > 1:
             broadcast_weights(model, world)
         self.fragments = [
-            FragmentState(f.pieces, self.named, self.plan.outer.of(method), offload=method.offload_outer)
+            FragmentState(f.pieces, self.named, self.plan.outer, offload=method.offload_outer)
             for f in self.plan.fragments
         ]
         self.one_model = self.plan.peers.one_model

@@ -29,6 +29,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lowcomm.codecs import make_codec
 from lowcomm.methods.config import MethodConfig
 from lowcomm.methods.outer import HeavyBall
 from lowcomm.settings import ConfigError
@@ -44,20 +45,28 @@ class PulledMomentum(HeavyBall):
 
     Eq. 2 prints a minus before its beta, where its own Eqs. 32 to 34 and the public code have a plus; so has this.
     The buffer here is m / lr, as of `Momentum`: the pull joins the outer gradient as pull / lr.
+
+    Where pull = lr, as in the public code, the peers' slow weights cancel: lr * Delta + pull * (agreed - peers) is
+    lr * (agreed - theta), with theta the mean of the group's fast weights. So in `one_message` the parameters
+    themselves travel, half the bytes of outer gradients and slow weights. (It takes a lossless codec, as errors of
+    parameters would be errors of all that has been learnt, and replicas that all train every parameter.)
     """
 
     names = ("noloco",)
     settings = ("outer_pull",)
-    needs_peers = True
 
-    def __init__(self, lr: float, momentum: float, pull: float):
+    def __init__(self, lr: float, momentum: float, pull: float, *, one_message: bool = False):
+        if one_message and pull != lr:
+            raise ValueError(f"one message needs a pull that equals the learning rate, got {pull} and {lr}")
         super().__init__(lr, momentum)
-        self.pull = pull
+        self.pull, self.sends_parameters, self.needs_peers = pull, one_message, not one_message
 
     @classmethod
     def of(cls, method: MethodConfig) -> PulledMomentum:
-        """The momentum with alpha, beta and gamma of a method."""
-        return cls(method.outer_lr, method.outer_momentum, method.outer_pull)
+        """The momentum with alpha, beta and gamma of a method, in one message where that is the same."""
+        lossless = make_codec(method.codec, method.codec_keep, where="method.codec").lossless
+        one_message = method.outer_pull == method.outer_lr and lossless and method.trainable != "slice"
+        return cls(method.outer_lr, method.outer_momentum, method.outer_pull, one_message=one_message)
 
     @classmethod
     def check(cls, method: MethodConfig, replicas: int) -> None:
@@ -83,7 +92,9 @@ class PulledMomentum(HeavyBall):
             )
 
     def step(self, agreed: Tensor, delta: Tensor, buffers: dict[str, Tensor], peers: Tensor | None = None) -> None:
-        if peers is not None:
+        if self.sends_parameters:
+            torch.sub(agreed, delta, out=delta)
+        elif peers is not None:
             delta.add_(torch.sub(agreed, peers, out=peers), alpha=self.pull / self.lr)
         super().step(agreed, delta, buffers)
 

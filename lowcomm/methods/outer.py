@@ -22,12 +22,13 @@ class OuterOptimizer(Choice, ABC):
     Attributes:
         needs_peers: whether it wants to know the mean of the peers' own outer parameters, which may differ.
         sends_parameters: whether the parameters themselves are averaged, in place of outer gradients.
+            Both may depend on its numbers.
         linear: whether its buffers are linear in the outer gradients, as a momentum is. Only such buffers can be
             carried into another subspace when it moves; second moments are not linear.
     """
 
-    needs_peers: ClassVar[bool] = False
-    sends_parameters: ClassVar[bool] = False
+    needs_peers: bool = False
+    sends_parameters: bool = False
     linear: ClassVar[bool] = True
 
     @classmethod

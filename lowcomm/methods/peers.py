@@ -61,26 +61,35 @@ class AllReplicas(Peers):
 
 
 class RandomGroup(Peers):
-    """A random group of `size` replicas or more (`routing.groups`), another at each turn; nobody else takes part."""
+    """A random group of `size` replicas or more (`routing.groups`), another at each turn; nobody else takes part.
+
+    Where replicas train slices, each group holds as many owners of one slice as of any other: what nobody of a group
+    trains would not move at that turn.
+    """
 
     names = ("group",)
     settings = ("group_size",)
 
-    def __init__(self, size: int, seed: int):
-        self.size, self.seed = size, seed
+    def __init__(self, size: int, seed: int, slices: int = 1):
+        self.size, self.seed, self.slices = size, seed, slices
 
     @classmethod
     def of(cls, method: MethodConfig, seed: int) -> RandomGroup:
-        return cls(method.group_size, seed)
+        return cls(method.group_size, seed, method.slices)
 
     @classmethod
     def check(cls, method: MethodConfig, replicas: int) -> None:
-        """Refuse groups of more replicas than there are."""
+        """Refuse groups of more replicas than there are, and groups in which a slice has no owner."""
         if method.group_size > replicas:
             raise ConfigError(f"method.group_size = {method.group_size} is more than {replicas} replicas")
+        if method.group_size % method.slices:
+            raise ConfigError(
+                f"method.slices = {method.slices} does not divide method.group_size = {method.group_size}: each group"
+                " must hold owners of every slice"
+            )
 
     def members(self, turn: Turn, replicas: int, replica: int) -> list[int]:
-        return group_of(replica, self.seed, turn, replicas, self.size)
+        return group_of(replica, self.seed, turn, replicas, self.size, self.slices)
 
     def most(self, replicas: int) -> int:
-        return -(-replicas // (replicas // self.size))
+        return self.slices * -(-(replicas // self.slices) // (replicas // self.size))

@@ -113,7 +113,7 @@ class Plan:
         seed: of random groups; the same on all replicas.
         layers: of the whole model, where `shapes` are a stage's; only for sliced = layers.
 
-    Attributes: `fragments` in the order of their numbers, `schedule`, `peers`, `codec`, `outer` (the class of the outer
+    Attributes: `fragments` in the order of their numbers, `schedule`, `peers`, `codec`, `outer` (the outer
     optimizer), and what it was made of.
 
     Raises ConfigError that names the settings that clash.
@@ -132,7 +132,7 @@ class Plan:
         self.method, self.replicas, self.seed = method, replicas, seed
         self.peers = choose(Peers, method.peers, "method.peers").of(method, seed)
         self.codec = make_codec(method.codec, method.codec_keep, where="method.codec")
-        self.outer = choose(OuterOptimizer, method.outer, "method.outer")
+        self.outer = choose(OuterOptimizer, method.outer, "method.outer").of(method)
         self.fp32 = make_codec("fp32")
         found = pieces(shapes, method.sliced, method.slices, layers or _layer_count(shapes))
         groups = _groups(found, method)

@@ -16,22 +16,32 @@ def _permutation(count: int, *key: int) -> list[int]:
     return np.random.default_rng(key).permutation(count).tolist()
 
 
-def groups(seed: int, key: tuple[int, ...], replicas: int, size: int) -> list[list[int]]:
+def groups(seed: int, key: tuple[int, ...], replicas: int, size: int, kinds: int = 1) -> list[list[int]]:
     """The replicas in random groups of at least `size` (NoLoCo, section 3.2), each in ascending order.
 
     There are replicas // size groups, as equal as they can be: where `size` does not divide, some hold one more (or
     several, where there are few groups), so that nobody is left alone. `key` says of which turn, of which fragment.
+
+    Replica r is of kind r mod `kinds` (the slice that it trains, say), and each group holds as many of one kind as of
+    any other, or nearly where `size` does not divide. Raises ValueError where the numbers do not allow that.
     """
     if not 1 <= size <= replicas:
         raise ValueError(f"groups of {size} among {replicas} replicas: the size must be between 1 and the replicas")
-    order, count = _permutation(replicas, seed, _GROUPS, *key), replicas // size
-    bounds = [replicas * g // count for g in range(count + 1)]
-    return [sorted(order[bounds[g] : bounds[g + 1]]) for g in range(count)]
+    if size % kinds or replicas % kinds:
+        raise ValueError(f"{kinds} kinds must divide groups of {size}, and {replicas} replicas")
+    each, count = replicas // kinds, replicas // size
+    bounds = [each * g // count for g in range(count + 1)]
+    found: list[list[int]] = [[] for _ in range(count)]
+    for kind in range(kinds):
+        order = _permutation(each, seed, _GROUPS, *key, *([kind] if kinds > 1 else []))
+        for g, group in enumerate(found):
+            group += [kind + kinds * i for i in order[bounds[g] : bounds[g + 1]]]
+    return [sorted(group) for group in found]
 
 
-def group_of(replica: int, seed: int, key: tuple[int, ...], replicas: int, size: int) -> list[int]:
+def group_of(replica: int, seed: int, key: tuple[int, ...], replicas: int, size: int, kinds: int = 1) -> list[int]:
     """The group that a replica is in."""
-    return next(g for g in groups(seed, key, replicas, size) if replica in g)
+    return next(g for g in groups(seed, key, replicas, size, kinds) if replica in g)
 
 
 @dataclass(frozen=True)
