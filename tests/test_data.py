@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from lowcomm.experiment.batches import TokenData
+from lowcomm.experiment.batches import TokenData, differences
 from lowcomm.experiment.config import CorpusConfig, DataConfig
 from lowcomm.experiment.corpora import documents, sources
 from lowcomm.experiment.data import END_OF_TEXT, Tokenizer, prepare
@@ -85,6 +85,35 @@ def test_duplicates_are_dropped_and_splits_share_no_document(tmp_path: Path) -> 
     assert 120 < counts["validation"] < 280  # 200 expected, sd 13
 
 
+def test_the_tuning_split_comes_out_of_training_alone(tmp_path: Path) -> None:
+    """Validation is the same with and without it, no document is of two splits, and only who asks is told losses."""
+    path = tmp_path / "rows.json"
+    path.write_text("\n".join(json.dumps({"text": f"row {i} of a corpus of three parts"}) for i in range(3000)))
+    held_out = {}
+    for name, percent in (("two", 0.0), ("three", 10.0)):
+        config = DataConfig("rows", 300, validation_percent=10, tuning_percent=percent)
+        prepare(CorpusConfig("json", path=str(path)), config, tmp_path / name)
+        tokens = TokenData(tmp_path / name, seq_len=16, global_batch=2, seed=0)
+        text = Tokenizer((tmp_path / name / "tokenizer.model").read_bytes())
+        shards = {s: tokens.card["splits"][s]["shards"][0]["file"] for s in tokens.card["splits"]}
+        held_out[name] = {s: text.decode(np.fromfile(tmp_path / name / f, "<u2").tolist()) for s, f in shards.items()}
+    rows = {s: set(text.split("row ")) - {""} for s, text in held_out["three"].items()}
+    assert held_out["three"]["validation"] == held_out["two"]["validation"]
+    assert not rows["train"] & rows["tuning"]
+    assert not rows["validation"] & rows["tuning"]
+    assert len(rows["train"] | rows["tuning"] | rows["validation"]) == 3000
+    assert 220 < len(rows["tuning"]) < 380  # 300 expected, sd 16
+    assert not torch.equal(tokens.held_out(4, "tuning"), tokens.held_out(4))
+    with pytest.raises(ConfigError, match="no tuning split, only train, validation"):
+        TokenData(tmp_path / "two", seq_len=16, global_batch=2, seed=0).held_out(4, "tuning")
+
+
+def test_a_card_that_is_older_than_a_setting_has_its_default() -> None:
+    wanted = DataConfig("rows", 300, tuning_percent=5.0)
+    card = {"settings": {"corpus": "rows", "vocab_size": 300, "shard_tokens": 10}}
+    assert differences(card, "settings", wanted) == {"tuning_percent": (0.0, 5.0), "shard_tokens": (10, 100_000_000)}
+
+
 def test_shards_hold_the_documents_in_order(corpus: Path, tokenizer: Tokenizer) -> None:
     card = json.loads((corpus / "card.json").read_text())
     data = np.concatenate([np.fromfile(corpus / s["file"], "<u2") for s in card["splits"]["train"]["shards"]])
@@ -141,7 +170,7 @@ def test_a_batch_depends_on_seed_and_step_alone(corpus: Path) -> None:
 
 def test_targets_are_the_next_tokens(corpus: Path) -> None:
     data = TokenData(corpus, seq_len=32, global_batch=4, seed=0)
-    windows = data.validation(5)
+    windows = data.held_out(5)
     shard = np.fromfile(corpus / "validation-00000.bin", "<u2").astype(np.int64)
     assert np.array_equal(windows[0].numpy(), shard[:33])
     assert windows.shape == (5, 33)

@@ -112,6 +112,16 @@ def test_weights_come_from_the_seed_alone() -> None:
     assert not torch.equal(a.head.weight, c.head.weight)
 
 
+def test_the_embedding_has_a_deviation_of_its_own() -> None:
+    """It scales what is drawn, and touches no other weight; 0 is refused."""
+    a, b = (Decoder(dataclasses.replace(SMALL, embedding_std=std)).initialise(7) for std in (0.02, 1.0))
+    assert torch.allclose(a.embedding.weight * 50, b.embedding.weight)
+    others = [n for n, _ in a.named_parameters() if n != "embedding.weight"]
+    assert all(torch.equal(a.get_parameter(n), b.get_parameter(n)) for n in others)
+    with pytest.raises(ValueError, match=r"model.embedding_std must be above 0, got 0"):
+        dataclasses.replace(SMALL, embedding_std=0.0)
+
+
 def test_tied_embeddings_share_one_tensor() -> None:
     model = Decoder(dataclasses.replace(SMALL, tied=True))
     assert model.head.weight is model.embedding.weight

@@ -454,7 +454,7 @@ def test_what_else_may_be_evaluated(corpus: Path, tmp_path: Path) -> None:
 
     summary = train_in_threads(config, corpus, tmp_path, on_row=keep)
     model, data = trainers[0].model, trainers[0].data
-    windows = data.validation(config.train.eval_sequences)
+    windows = data.held_out(config.train.eval_sequences)
 
     def loss(values: list[torch.Tensor]) -> float:
         with torch.no_grad():

@@ -9,14 +9,27 @@ never see each other's windows, and the global batch of a step is the same for e
 from __future__ import annotations
 
 import json
+from dataclasses import MISSING, asdict, fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from lowcomm.experiment.config import CorpusConfig, DataConfig
 from lowcomm.experiment.source import sha256
 from lowcomm.settings import ConfigError
+
+
+def differences(card: dict[str, Any], section: str, wanted: CorpusConfig | DataConfig) -> dict[str, tuple[Any, Any]]:
+    """Compare a section of a corpus' card ("source" or "settings") with what is wanted: {key: (in the card, wanted)}.
+
+    A setting that the card does not know, as it is older, had its default.
+    """
+    defaults = {f.name: f.default for f in fields(wanted) if f.default is not MISSING}
+    there, asked = (json.loads(json.dumps(d)) for d in (defaults | card.get(section, {}), asdict(wanted)))
+    return {key: (there.get(key), value) for key, value in asked.items() if there.get(key) != value}
 
 
 class TokenData:
@@ -39,11 +52,12 @@ class TokenData:
                 f"no corpus in {folder}: prepare it first (lowcomm prepare {folder.name} --scale {folder.parent.name})"
             ) from None
         self.seq_len, self.global_batch, self.seed = seq_len, global_batch, seed
-        self._train = self._open(folder, "train")
-        self._validation = self._open(folder, "validation")
+        self._splits = {split: self._open(folder, split) for split in self.card["splits"]}
+        self._train = self._splits["train"]
         self._windows = self._count(self._train)
-        if not self._count(self._validation):
-            raise ConfigError(f"corpus {self.card['corpus']} has no validation window of {seq_len} tokens")
+        for split, maps in self._splits.items():
+            if split != "train" and not self._count(maps):
+                raise ConfigError(f"corpus {self.card['corpus']} has no {split} window of {seq_len} tokens")
         if self._windows < global_batch:
             raise ConfigError(
                 f"corpus {self.card['corpus']} has {self._windows} training windows of {seq_len} tokens,"
@@ -97,8 +111,14 @@ class TokenData:
             out[row] = self._window(self._train, int(order[place]) * self.global_batch + lane)
         return torch.from_numpy(out)
 
-    def validation(self, sequences: int) -> Tensor:
-        """Tokens [n, T+1] of `sequences` validation windows spread evenly over the split (all, if fewer)."""
-        have = self._count(self._validation)
+    def held_out(self, sequences: int, split: str = "validation") -> Tensor:
+        """Tokens [n, T+1] of `sequences` windows, spread evenly over a split that is not trained on (all, if fewer).
+
+        Raises ConfigError where the corpus was prepared without that split.
+        """
+        if split not in self._splits:
+            raise ConfigError(f"corpus {self.card['corpus']} has no {split} split, only {', '.join(self._splits)}")
+        maps = self._splits[split]
+        have = self._count(maps)
         chosen = np.linspace(0, have - 1, min(sequences, have)).astype(int)
-        return torch.from_numpy(np.stack([self._window(self._validation, int(i)).astype(np.int64) for i in chosen]))
+        return torch.from_numpy(np.stack([self._window(maps, int(i)).astype(np.int64) for i in chosen]))

@@ -48,6 +48,7 @@ class DataConfig:
     vocab_size: int
     max_characters: int = number(0, at_least=0)  # 0: the whole corpus
     validation_percent: float = number(5.0, above=0, below=100)  # by document hash
+    tuning_percent: float = number(0.0, at_least=0, below=100)  # held out too, for choosing settings
     tokenizer_characters: int = number(4_000_000, at_least=1)  # of the training split
     shard_tokens: int = number(100_000_000, at_least=1)
 
@@ -63,6 +64,8 @@ class TrainConfig:
     warmup_steps: int = number(at_least=0)
     eval_every: int = number(at_least=0)  # 0: only at the end
     eval_sequences: int = number(at_least=1)
+    #: What losses are of. Settings are chosen on the tuning split, so that no table reports what has chosen them.
+    eval_split: Literal["validation", "tuning"] = "validation"
     weights: str = ""  # a Hugging Face folder of a Llama or Qwen3 to begin with; "": drawn from the seed
     optimizer: Literal["adamw", "sgd"] = "adamw"
     decay: Literal["cosine", "linear", "constant"] = "cosine"
@@ -208,6 +211,8 @@ def _check(config: RunConfig) -> None:
         )
     if t.seq_len > config.model.seq_len:
         raise ConfigError(f"train.seq_len = {t.seq_len} is longer than model.seq_len = {config.model.seq_len}")
+    if t.eval_split == "tuning" and not config.data.tuning_percent:
+        raise ConfigError("train.eval_split = tuning needs data.tuning_percent above 0")
     if config.data.vocab_size != config.model.vocab_size:
         raise ConfigError(
             f"data.vocab_size = {config.data.vocab_size} and model.vocab_size = {config.model.vocab_size} must be equal"

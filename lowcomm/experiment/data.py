@@ -1,8 +1,9 @@
 """From documents to shards: deduplicate, split, tokenise.
 
 `prepare` writes one folder: `tokenizer.model` (sentencepiece BPE with byte fallback, lossless),
-`train-*.bin` and `validation-*.bin` (token ids, uint16 or uint32), and `card.json`, which names every
-file with its checksum and is written last. The folder appears as a whole or not at all.
+`train-*.bin` and `validation-*.bin` (token ids, uint16 or uint32; `tuning-*.bin` too, where a part is held out for the
+choice of settings), and `card.json`, which names every file with its checksum and is written last. The folder appears
+as a whole or not at all.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import numpy as np
 import sentencepiece as spm
 from tqdm import tqdm
 
+from lowcomm.experiment.batches import differences
 from lowcomm.experiment.config import CorpusConfig, DataConfig
 from lowcomm.experiment.corpora import documents, sources
 from lowcomm.experiment.project import Project
@@ -28,7 +30,7 @@ from lowcomm.settings import ConfigError
 
 END_OF_TEXT = 1  # id of the token between documents
 _MARK = "\u2581"  # sentencepiece writes a space so; the character itself must travel as bytes
-_SPLITS = ("train", "validation")
+_SPLITS = ("train", "validation", "tuning")
 
 
 class Tokenizer:
@@ -90,6 +92,16 @@ def _uniform(digest: str) -> float:
     return int(digest[:12], 16) / 16**12
 
 
+def _bounds(config: DataConfig) -> tuple[float, float]:
+    """The places at which validation ends, and at which training begins: between them lies what is for tuning."""
+    validation = config.validation_percent / 100
+    return validation, validation + config.tuning_percent / 100
+
+
+def _splits(config: DataConfig) -> tuple[str, ...]:
+    return _SPLITS if config.tuning_percent else _SPLITS[:2]
+
+
 class _ShardWriter:
     """Token shards of one split, each `shard_tokens` long but the last."""
 
@@ -123,14 +135,15 @@ class _ShardWriter:
 
 
 def _gather(corpus: CorpusConfig, config: DataConfig, folder: Path, root: Path) -> dict[str, dict[str, int]]:
-    """Write the deduplicated documents of both splits as parquet; count them."""
+    """Write the deduplicated documents of all splits as parquet; count them."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     schema = pa.schema([("text", pa.string()), ("place", pa.float64())])
-    counts = {split: {"documents": 0, "characters": 0} for split in _SPLITS}
-    held: dict[str, list[dict]] = {split: [] for split in _SPLITS}
-    writers = {split: pq.ParquetWriter(folder / f"{split}.parquet", schema) for split in _SPLITS}
+    names, (validation, training) = _splits(config), _bounds(config)
+    counts = {split: {"documents": 0, "characters": 0} for split in names}
+    held: dict[str, list[dict]] = {split: [] for split in names}
+    writers = {split: pq.ParquetWriter(folder / f"{split}.parquet", schema) for split in names}
     seen: set[bytes] = set()
     characters = duplicates = 0
     for text in tqdm(documents(corpus, root), desc="documents", unit=" docs", mininterval=1.0):
@@ -140,7 +153,7 @@ def _gather(corpus: CorpusConfig, config: DataConfig, folder: Path, root: Path) 
             continue
         seen.add(bytes.fromhex(digest))
         place = _uniform(digest)
-        split = "validation" if place < config.validation_percent / 100 else "train"
+        split = "validation" if place < validation else "tuning" if place < training else "train"
         # Lone surrogates cannot be written as UTF-8; nothing that is text has them.
         held[split].append({"text": text.encode("utf-8", "replace").decode(), "place": place})
         counts[split]["documents"] += 1
@@ -155,11 +168,12 @@ def _gather(corpus: CorpusConfig, config: DataConfig, folder: Path, root: Path) 
         writer.write_table(pa.Table.from_pylist(held[split], schema))
         writer.close()
     counts["duplicates"] = {"documents": duplicates}
-    for split in _SPLITS:
+    for split in names:
         if not counts[split]["documents"]:
             raise ConfigError(
-                f"corpus {config.corpus!r} gave no {split} documents ({characters} characters,"
-                f" validation_percent {config.validation_percent:g}): it is missing, empty or too small"
+                f"corpus {config.corpus!r} gave no {split} documents ({characters} characters, validation_percent"
+                f" {config.validation_percent:g}, tuning_percent {config.tuning_percent:g}): it is missing, empty or"
+                " too small"
             )
     return counts
 
@@ -185,7 +199,7 @@ def prepare(corpus: CorpusConfig, config: DataConfig, out: Path, root: Path | No
         raise ConfigError(f"output folder {out} cannot be written: {error}") from None
     counts = _gather(corpus, config, partial, root or Path.cwd())
     share = config.tokenizer_characters / counts["train"]["characters"]
-    low = config.validation_percent / 100
+    _, low = _bounds(config)
     limit = low + (1 - low) * share  # a document's place in [low, 1) decides, so the sample is spread evenly
 
     def lines() -> Iterator[str]:
@@ -197,7 +211,7 @@ def prepare(corpus: CorpusConfig, config: DataConfig, out: Path, root: Path | No
     (partial / "tokenizer.model").write_bytes(tokenizer.model)
     dtype = np.dtype("<u2" if config.vocab_size <= 1 << 16 else "<u4")
     splits = {}
-    for split in _SPLITS:
+    for split in _splits(config):
         writer = _ShardWriter(partial, split, config.shard_tokens, dtype)
         rows = tqdm(_split_rows(partial, split), total=counts[split]["documents"], desc=f"tokens ({split})")
         for row in rows:
@@ -229,10 +243,9 @@ def prepared(project: Project, corpus: str, scale: str | None = None) -> Path:
     scale = scale or project.load_params()["scale"]
     folder = project.data_dir(corpus, scale)
     source, config = project.corpus_configs(corpus, scale=scale)
-    wanted = json.loads(json.dumps({"source": asdict(source), "settings": asdict(config)}))
     if (folder / "card.json").exists():
         card = json.loads((folder / "card.json").read_text())
-        if {key: card.get(key) for key in wanted} == wanted:
+        if not differences(card, "source", source) and not differences(card, "settings", config):
             return folder
         tqdm.write(f"{folder} was prepared with other settings; preparing it again")
     prepare(source, config, folder, project.root)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lowcomm.choices import choose
 from lowcomm.comm.world import World
-from lowcomm.experiment.batches import TokenData
+from lowcomm.experiment.batches import TokenData, differences
 from lowcomm.experiment.config import RunConfig, TrainConfig
 from lowcomm.methods.boundary import make_boundary
 from lowcomm.methods.engine import Engine, Evaluated, weight_spread
@@ -69,7 +69,7 @@ def initial_model(config: RunConfig) -> Decoder:
         return Decoder(config.model, config.constraint).initialise(config.seed)
     model = load_folder(Path(config.train.weights), constraint=config.constraint, seed=config.seed)
     there, wanted = dataclasses.asdict(model.config), dataclasses.asdict(config.model)
-    for key in wanted.keys() - {"seq_len"}:
+    for key in wanted.keys() - {"seq_len", "embedding_std"}:
         if there[key] != wanted[key]:
             raise ConfigError(
                 f"model.{key} = {wanted[key]}, but train.weights = {config.train.weights} has {there[key]}"
@@ -95,12 +95,11 @@ class Trainer:
             if (asked := getattr(config, axis)) != (there := getattr(world, axis)):
                 raise ConfigError(f"run {config.name} has {asked} {axis}, the world has {there}")
         self.config, self.world, self.data = config, world, data
-        for key, value in dataclasses.asdict(config.data).items():
-            if (was := data.card.get("settings", {}).get(key)) != value:
-                raise ConfigError(
-                    f"data.{key} = {value}, but the corpus was prepared with {was}:"
-                    f" prepare it again (dvc repro data@{config.data.corpus})"
-                )
+        for key, (was, value) in differences(data.card, "settings", config.data).items():
+            raise ConfigError(
+                f"data.{key} = {value}, but the corpus was prepared with {was}:"
+                f" prepare it again (dvc repro data@{config.data.corpus})"
+            )
         if config.train.compile:
             torch.compiler.reset()  # what an earlier run in this process compiled must not decide what this one does
         if world.device.type == "cuda":
@@ -216,7 +215,7 @@ class Trainer:
         and each has the mean over its own windows, at the last stage; None elsewhere.
         """
         world, rows = self.world, self.config.local_batch // self.config.train.accumulation
-        windows = self.data.validation(self.config.train.eval_sequences)
+        windows = self.data.held_out(self.config.train.eval_sequences, self.config.train.eval_split)
         if not self.engine.one_model:  # then replicas have as many each
             if len(windows) < world.replicas:
                 raise ConfigError(f"{len(windows)} validation windows are too few for {world.replicas} replicas")

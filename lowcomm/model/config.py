@@ -24,6 +24,9 @@ class ModelConfig:
     z_loss: float = 0.0  # weight of the mean squared log-partition
     tied: bool = False  # share the embedding with the output head
     rope_theta: float = 10_000.0
+    #: Standard deviation of the embedding as it begins. With a constraint this is how much of the stream lies outside
+    #: the subspace: both public codes of Protocol Models draw theirs with a deviation of 1.
+    embedding_std: float = 0.02
     norm_eps: float = 1e-6  # added to the mean square (or variance) under a norm's root
 
     def __post_init__(self) -> None:
@@ -33,6 +36,8 @@ class ModelConfig:
         for name in ("kv_heads", "head_dim", "z_loss"):
             if getattr(self, name) < 0:
                 raise ValueError(f"model.{name} must be at least 0, got {getattr(self, name)}")
+        if not self.embedding_std > 0:
+            raise ValueError(f"model.embedding_std must be above 0, got {self.embedding_std}")
         if not self.norm_eps > 0:
             raise ValueError(f"model.norm_eps must be above 0, got {self.norm_eps}")
         if self.head_dim == 0 and self.dim % self.heads:

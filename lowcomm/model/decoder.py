@@ -228,16 +228,17 @@ class Decoder(nn.Module):
     def initialise(self, seed: int) -> Decoder:
         """Draw all weights from `seed` alone, so every replica and every stage starts equal without talking.
 
-        Matrices are N(0, 0.02^2); those that write into the residual stream are divided by
-        sqrt(2 layers) as in GPT-2; norms start at one. With a constraint the same weights are drawn and projected on
-        the subspace, whose basis is drawn from the seed too: isotropic Gaussian columns, made orthonormal.
+        Matrices are N(0, 0.02^2), but the embedding's deviation is `embedding_std`; those that write into the residual
+        stream are divided by sqrt(2 layers) as in GPT-2; norms start at one. With a constraint the same weights are
+        drawn and projected on the subspace, whose basis is drawn from the seed too: isotropic Gaussian columns, made
+        orthonormal.
         """
         generator = torch.Generator().manual_seed(seed)
         self.draw_basis(seed)
         for name, p in self.named_parameters():
             if p.dim() < 2:
                 continue
-            std = 0.02
+            std = self.config.embedding_std if name == "embedding.weight" else 0.02
             if name.endswith(("attention.out.weight", "mlp.down.weight")):
                 std /= math.sqrt(2 * self.config.layers)
             self.put(name, torch.empty(self.full_shape(name)).normal_(0.0, std, generator=generator))
