@@ -4,7 +4,7 @@ export PATH := $(CURDIR)/.venv/bin:$(PATH)
 export PYTHONWARNINGS := ignore::DeprecationWarning,ignore::SyntaxWarning
 
 
-.PHONY: help repro test lab bench lint lock
+.PHONY: help repro ladder test lab bench lint lock
 .DEFAULT_GOAL := help
 
 help:                ## name the targets
@@ -13,6 +13,9 @@ help:                ## name the targets
 repro: .venv/.done  ## reproduce every table and figure at the scale of params.yaml
 	dvc repro
 	python -m pipelines.index --times
+
+ladder: .venv/.done  ## the evidence: sizes x methods x seeds, tuned; hours, resumable, done points are kept in git
+	dvc repro results/ladder/dvc.yaml
 
 test: .venv/.done   ## lint, the import contract, pytest, and every notebook at smoke scale
 	ruff check . && ruff format --check . && lint-imports --no-cache

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from lowcomm.experiment.config import RunConfig
 
 #: glibc gives large blocks back to the system after each step and faults them in anew; keeping them saves a tenth.
-_KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(2**31 - 1), "MALLOC_MMAP_THRESHOLD_": str(2**25)}
+KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(2**31 - 1), "MALLOC_MMAP_THRESHOLD_": str(2**25)}
 
 
 class LaunchError(RuntimeError):
@@ -188,7 +188,7 @@ class _Part:
         module = ["pipelines.forked", str(self.ranks)] if self.ranks else ["lowcomm.train"]
         jobs = self.log_path.with_suffix(".jobs.json")
         command = [sys.executable, "-m", *module, "--jobs", str(jobs)]
-        environment = os.environ | _KEEP_MEMORY | {"OMP_NUM_THREADS": "1", LAUNCHER_VARIABLE: str(os.getpid())}
+        environment = os.environ | KEEP_MEMORY | {"OMP_NUM_THREADS": "1", LAUNCHER_VARIABLE: str(os.getpid())}
         environment["PYTHONPATH"] = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         jobs.write_text(json.dumps([job.words for job in self.jobs]))
@@ -251,7 +251,7 @@ def _stop(children: list[subprocess.Popen]) -> None:
             os.killpg(child.pid, signal.SIGKILL)
 
 
-def _cores() -> int:
+def cores() -> int:
     """Return how many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -276,13 +276,13 @@ def _side_by_side(jobs: list[Job]) -> list[tuple[int, list[list[Job]]]]:
     job: what would leave a core idle is trained as processes. Where there are GPUs, one job after the other has them
     all.
     """
-    gpus, cores, shares = shutil.which("nvidia-smi"), _cores(), []
-    waiting = [job for job in jobs if not gpus and (job.config.stages > 1 or job.config.ranks > cores)]
-    threads = sorted(waiting, key=_work)[: len(waiting) // cores * cores]
+    gpus, available, shares = shutil.which("nvidia-smi"), cores(), []
+    waiting = [job for job in jobs if not gpus and (job.config.stages > 1 or job.config.ranks > available)]
+    threads = sorted(waiting, key=_work)[: len(waiting) // available * available]
     for ranks in sorted({job.config.ranks for job in jobs if job not in threads}):
         equal = [job for job in jobs if job.config.ranks == ranks and job not in threads]
-        shares.append((ranks, _dealt(equal, 1 if gpus else max(1, cores // ranks))))
-    return [*shares, (0, _dealt(threads, cores))] if threads else shares
+        shares.append((ranks, _dealt(equal, 1 if gpus else max(1, available // ranks))))
+    return [*shares, (0, _dealt(threads, available))] if threads else shares
 
 
 def _clear(job: Job, source: str, *, keep: bool) -> None:

@@ -12,10 +12,13 @@ so that the digests are those of the code and not of the machine. A small part o
     build/probes/<run>.json             a digest for each variant (of the first seed)
     build/probes/corpora/<corpus>.json  a digest of the tokenizer and the shards
     build/probe-runs/                   the runs themselves, which notebooks at smoke scale read too
+
+Another project's probes (`pipelines.ladder`) lie in its own `build` in the same way.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import multiprocessing
@@ -31,13 +34,14 @@ from tqdm import tqdm
 
 from lowcomm.experiment.run_folder import RunFolder
 from lowcomm.experiment.source import sha256, source_digest
-from pipelines.project import BUILD, PROJECT, record_seconds
+from pipelines.launch import cores
+from pipelines.project import PROJECT, record_seconds
 
 if TYPE_CHECKING:
     from lowcomm.experiment.config import RunConfig
+    from lowcomm.experiment.project import Project
 
 SCALE = "smoke"
-RUNS, CORPORA = BUILD / "probe-runs", BUILD / "data" / SCALE
 #: Arithmetic that does not depend on the processor; read by the libraries when they are loaded.
 PORTABLE = {
     "MKL_CBWR": "COMPATIBLE",
@@ -48,33 +52,34 @@ PORTABLE = {
 }
 
 
-def folder_of(config: RunConfig) -> RunFolder:
+def folder_of(config: RunConfig, project: Project = PROJECT) -> RunFolder:
     """Where the probe of a run lies."""
     inner = Path(config.name) / config.variant / f"seed{config.seed}"
-    return RunFolder(RUNS / inner, BUILD / "probe-times" / inner)
+    return RunFolder(project.build / "probe-runs" / inner, project.build / "probe-times" / inner)
 
 
-def _train(config: RunConfig) -> None:
+def _train(project: Project, config: RunConfig) -> None:
     from lowcomm.experiment.train import train_in_threads
 
-    train_in_threads(config, CORPORA / config.data.corpus, folder_of(config))
+    train_in_threads(config, project.data_dir(config.data.corpus, SCALE), folder_of(config, project))
 
 
-def _prepare(corpus: str) -> None:
+def _prepare(project: Project, corpus: str) -> None:
     from lowcomm.experiment.data import prepared
 
-    shutil.rmtree(PROJECT.data_dir(corpus, SCALE), ignore_errors=True)
-    prepared(PROJECT, corpus, SCALE)
-    _stamp(corpus).write_text(source_digest())
+    shutil.rmtree(project.data_dir(corpus, SCALE), ignore_errors=True)
+    prepared(project, corpus, SCALE)
+    _stamp(project, corpus).write_text(source_digest())
 
 
-def _stamp(corpus: str) -> Path:
+def _stamp(project: Project, corpus: str) -> Path:
     """The digest of the code that has prepared a corpus at smoke scale."""
-    return BUILD / "data" / SCALE / f"{corpus}.sha256"
+    folder = project.data_dir(corpus, SCALE)
+    return folder.with_name(f"{folder.name}.sha256")
 
 
 def corpus_digest(folder: Path) -> str:
-    """Digest a prepared corpus: its tokenizer and the shards of both splits."""
+    """Digest a prepared corpus: its tokenizer and the shards of all splits."""
     card = json.loads((folder / "card.json").read_text())
     shards = [shard["sha256"] for split in card["splits"].values() for shard in split["shards"]]
     return hashlib.sha256("\n".join([card["tokenizer_sha256"], *shards]).encode()).hexdigest()
@@ -88,43 +93,53 @@ def run_digest(folder: RunFolder) -> str:
     return hashlib.sha256("\n".join([*files, json.dumps(sent, sort_keys=True)]).encode()).hexdigest()
 
 
-def train_all() -> list[RunConfig]:
+def train_all(project: Project = PROJECT) -> list[RunConfig]:
     """Train the probes that this code and these settings have not trained already, a run per core; returns all."""
-    params, source = PROJECT.load_params(), source_digest()
-    runs = [PROJECT.run_points(run, scale=SCALE, params=params) for run in params["runs"]]
+    params, source = project.load_params(), source_digest()
+    runs = [project.run_points(run, scale=SCALE, params=params) for run in params["runs"]]
     configs = [config for points in runs for config in points]
-    corpora = [c for c in params["corpora"] if not (s := _stamp(c)).exists() or s.read_text() != source]
-    todo = [c for c in configs if c.data.corpus in corpora or not folder_of(c).is_complete(c.to_dict(), source)]
+    stamps = {corpus: _stamp(project, corpus) for corpus in params["corpora"]}
+    corpora = [corpus for corpus, s in stamps.items() if not s.exists() or s.read_text() != source]
+    todo = [
+        c for c in configs if c.data.corpus in corpora or not folder_of(c, project).is_complete(c.to_dict(), source)
+    ]
     if not corpora and not todo:
         return configs
-    begin, before = time.perf_counter(), {name: os.environ.get(name) for name in PORTABLE}
+    before = {name: os.environ.get(name) for name in PORTABLE}
     os.environ |= PORTABLE  # of the processes that are spawned, before they load torch
     try:
-        with ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn")) as pool:
-            list(pool.map(_prepare, corpora))
+        with ProcessPoolExecutor(cores(), mp_context=multiprocessing.get_context("spawn")) as pool:
+            list(pool.map(functools.partial(_prepare, project), corpora))
             for config in todo:
-                folder_of(config).clear()
+                folder_of(config, project).clear()
             longest = sorted(todo, key=lambda c: -c.ranks * c.train.steps)
-            list(tqdm(pool.map(_train, longest), total=len(todo), desc="probes", mininterval=5.0))
+            done = pool.map(functools.partial(_train, project), longest)
+            list(tqdm(done, total=len(todo), desc="probes", mininterval=5.0))
     finally:
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
-    record_seconds("probes", params["scale"], time.perf_counter() - begin)
     return configs
 
 
-def main() -> int:
-    """Train what is to be trained, and write the digests."""
-    folder, found = BUILD / "probes", {}
-    for config in train_all():
-        found.setdefault(config.name, {})[config.variant] = run_digest(folder_of(config))
+def write_digests(project: Project = PROJECT) -> None:
+    """Train what is to be trained, and write the digests of all probes into `probes` of the project's build folder."""
+    folder, found = project.build / "probes", {}
+    for config in train_all(project):
+        found.setdefault(config.name, {})[config.variant] = run_digest(folder_of(config, project))
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "corpora").mkdir(parents=True)
     for run, digests in found.items():
         (folder / f"{run}.json").write_text(json.dumps(digests, indent=1) + "\n")
-    for corpus in PROJECT.load_params()["corpora"]:
-        told = {"digest": corpus_digest(PROJECT.data_dir(corpus, SCALE))}
+    for corpus in project.load_params()["corpora"]:
+        told = {"digest": corpus_digest(project.data_dir(corpus, SCALE))}
         (folder / "corpora" / f"{corpus}.json").write_text(json.dumps(told) + "\n")
+
+
+def main() -> int:
+    """Write the digests of this repository's runs."""
+    begin = time.perf_counter()
+    write_digests()
+    record_seconds("probes", PROJECT.load_params()["scale"], time.perf_counter() - begin)
     return 0
 
 

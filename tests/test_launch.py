@@ -206,12 +206,12 @@ def _budgets(out: Path, corpus: Path, *settings: str) -> list[dict]:
 def test_runs_side_by_side_are_those_of_one_after_the_other(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launching, "_cores", lambda: 2)
+    monkeypatch.setattr(launching, "cores", lambda: 2)
     together = _budgets(tmp_path / "two", corpus)
     assert [s["run"]["variant"] for s in together] == ["budget_1", "budget_2", "budget_4"]
     logs = sorted(p.name for p in (tmp_path / "two-times").glob("log*.txt"))
     assert logs == ["log-1-0.txt", "log-1-1.txt"]
-    monkeypatch.setattr(launching, "_cores", lambda: 1)
+    monkeypatch.setattr(launching, "cores", lambda: 1)
     assert _budgets(tmp_path / "one", corpus) == together
 
 
@@ -221,7 +221,7 @@ def test_runs_of_more_ranks_than_cores_are_the_same_as_threads(
     """Two ranks on one core: threads, one run after the other; on two: processes."""
     found = {}
     for cores, log in ((1, "log-threads-0.txt"), (2, "log-2-0.txt")):
-        monkeypatch.setattr(launching, "_cores", lambda cores=cores: cores)
+        monkeypatch.setattr(launching, "cores", lambda cores=cores: cores)
         found[cores] = _budgets(tmp_path / f"on-{cores}", corpus, "replicas=2")
         assert [p.name for p in (tmp_path / f"on-{cores}-times").glob("log*.txt")] == [log]
         for name in ("budget_1", "budget_4"):
@@ -235,7 +235,7 @@ def test_runs_of_more_ranks_than_cores_are_the_same_as_threads(
 def test_where_one_of_two_fails_the_other_keeps_its_checkpoint(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launching, "_cores", lambda: 2)
+    monkeypatch.setattr(launching, "cores", lambda: 2)
     times = tmp_path / "out-times"
     times.mkdir()
     (times / "budget_2").write_text("in the way")
@@ -253,7 +253,7 @@ def _job(config: RunConfig) -> Job:
 
 def test_jobs_are_dealt_to_sides_of_equal_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """On two cores: of seven runs of eight ranks and more, the one of most, which would be left over, is processes."""
-    monkeypatch.setattr(launching, "_cores", lambda: 2)
+    monkeypatch.setattr(launching, "cores", lambda: 2)
     jobs = [_job(c) for c in run_points("noloco", scale="laptop")]
     ((ranks, ((longest,),)), (threads, sides)) = launching._side_by_side(jobs)
     assert (ranks, longest.config.ranks, threads) == (16, 16, 0)

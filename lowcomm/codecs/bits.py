@@ -98,17 +98,21 @@ def unpack_bits(packed: Tensor, bits: int) -> Tensor:
     return (packed[:, None] >> shifts & 1).view(-1, bits)
 
 
+class NotFinite(ValueError):
+    """Values that cannot be sent, as a run has diverged."""
+
+
 def refuse_non_finite(x: Tensor, largest: Tensor) -> None:
-    """Raise ValueError for NaN and infinities; `largest`: the greatest magnitude of `x` [n], or a vector of such.
+    """Raise NotFinite for NaN and infinities; `largest`: the greatest magnitude of `x` [n], or a vector of such.
 
     Also where `largest` is a sum of finite values that is not.
     """
     if not torch.isfinite(largest).all():
         bad = (~torch.isfinite(x)).nonzero()
         if not len(bad):
-            raise ValueError(f"values up to {x.abs().max().item():g} are too large to scale")
+            raise NotFinite(f"values up to {x.abs().max().item():g} are too large to scale")
         at = int(bad[0, 0])
-        raise ValueError(f"value {at} of {x.numel()} is {x[at].item()}; only finite values can be sent")
+        raise NotFinite(f"value {at} of {x.numel()} is {x[at].item()}; only finite values can be sent")
 
 
 def aligned(packed: Tensor) -> Tensor:

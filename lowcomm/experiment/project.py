@@ -116,10 +116,10 @@ def overrides(pairs: list[str]) -> dict[str, Any]:
 
 
 class Project:
-    """The folder `root`, with its `params.yaml`; everything heavy lies in `build/` below it."""
+    """The folder `root`, with its `params.yaml`; everything heavy lies in `build` (by default, the one below it)."""
 
-    def __init__(self, root: Path):
-        self.root, self.build = root, root / "build"
+    def __init__(self, root: Path, build: Path | None = None):
+        self.root, self.build = root, build or root / "build"
 
     @classmethod
     def find(cls, start: Path | None = None) -> Project:

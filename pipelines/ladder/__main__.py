@@ -1,0 +1,99 @@
+"""The command of the ladder.
+
+    python -m pipelines.ladder prepare        prepare its corpus, and train its probes
+    python -m pipelines.ladder tune 0.12M     tune all rows of a rung
+    python -m pipelines.ladder train 0.12M    train its results, with what tuning found
+    python -m pipelines.ladder list           say what is done
+
+What is done is kept in results/ladder/, and not done again. SIGTERM, or Ctrl-C, writes checkpoints; the same command
+continues.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from lowcomm.experiment.data import prepared
+from lowcomm.experiment.project import pick
+from lowcomm.settings import ConfigError
+from pipelines.ladder.plan import LADDER, Ladder, Point, Rung
+from pipelines.ladder.tune import tune
+from pipelines.ladder.workers import Task, Workers
+from pipelines.probes import SCALE, write_digests
+
+
+def prepare(ladder: Ladder) -> None:
+    """Prepare the corpora and train the probes, as far as that has not been done. All rungs read the same shards."""
+    write_digests(ladder.project)
+    for corpus in ladder.params["corpora"]:
+        first, *others = (scale for scale in ladder.params["scales"] if scale != SCALE)
+        folder, config = prepared(ladder.project, corpus, first), ladder.project.corpus_configs(corpus, scale=first)
+        for scale in others:
+            if ladder.project.corpus_configs(corpus, scale=scale) != config:
+                raise ConfigError(f"scales.{scale}.data differs from scales.{first}.data: all rungs share one corpus")
+            link = ladder.project.data_dir(corpus, scale)
+            link.parent.mkdir(parents=True, exist_ok=True)
+            if not link.exists():
+                link.symlink_to(folder)
+
+
+def train(ladder: Ladder, rung: str, workers: Workers) -> None:
+    """Train all results of a rung that are not done, and remove those that the plan no longer has."""
+
+    def one(point: Point) -> Task:
+        yield point
+        return []
+
+    points = ladder.results_at(rung)
+    todo = [point for point in points if point.read() is None]
+    print(f"{rung}: {len(points) - len(todo)} of {len(points)} points are done", flush=True)
+    workers.run([one(point) for point in todo])
+    folder = ladder.results / "points" / rung
+    for file in sorted(set(folder.rglob("*.json")) - {point.file for point in points}):
+        print(f"{file.relative_to(folder)} is no point of the plan any more: removed")
+        file.unlink()
+
+
+def listed(ladder: Ladder) -> str:
+    """Return what is done as text: of each rung and row the trials, and the points with their mean loss."""
+    lines = [f"{'rung':8}{'row':30}{'trials':>7}{'points':>9}   mean loss"]
+    lines += [_line(ladder.results, rung, name) for rung in ladder.plan.rungs.values() for name in rung.rows]
+    return "\n".join(lines)
+
+
+def _line(results: Path, rung: Rung, name: str) -> str:
+    trials = len(list((results / "tuning" / rung.name / name).glob("*.json")))
+    losses = [json.loads(f.read_text())["val_loss"] for f in (results / "points" / rung.name / name).glob("*.json")]
+    mean = f"   {sum(losses) / len(losses):.4f}" if losses else ""
+    return f"{rung.name:8}{name:30}{trials:7}{f'{len(losses)} of {rung.seeds}':>9}{mean}"
+
+
+def main(argv: list[str] | None = None, ladder: Ladder = LADDER) -> int:
+    """Command line; see `--help`."""
+    parser = argparse.ArgumentParser(prog="python -m pipelines.ladder", description=__doc__.split("\n")[0])
+    parser.add_argument("what", choices=("prepare", "tune", "train", "list"))
+    parser.add_argument("rung", nargs="?", help="of plan.yaml; for tune and train")
+    args = parser.parse_args(argv)
+    if (args.rung is None) == (args.what in ("tune", "train")):
+        parser.error(f"{args.what} {'needs' if args.rung is None else 'takes no'} rung")
+    try:
+        if args.what == "list":
+            print(listed(ladder))
+            return 0
+        if args.rung is not None:
+            pick(ladder.plan.rungs, args.rung, "rung")
+        prepare(ladder)
+        if args.what != "prepare":
+            with Workers() as workers:
+                {"tune": tune, "train": train}[args.what](ladder, args.rung, workers)
+    except (ConfigError, RuntimeError) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

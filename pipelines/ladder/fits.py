@@ -1,0 +1,198 @@
+"""Gaps on the ladder: what a method loses to data-parallel training, how that falls with size, and what is predicted.
+
+A gap is d = ln(loss / data-parallel's), paired by seeds (`verdicts.Paired`), against the data-parallel row of the same
+batch. Over sizes it is fitted by least squares on all pairs at once,
+
+    d = at_one + slope ln N
+
+with N parameters: straight in the logarithm, as gaps may be of either sign. The loss of data-parallel training itself
+follows L(N) = E + A N^-alpha, of which two sizes give two numbers; so its prediction is for a range of alpha.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from numpy.typing import ArrayLike, NDArray
+
+from lowcomm.model.accounting import parameters
+from lowcomm.settings import ConfigError
+from pipelines.ladder.plan import Ladder
+from pipelines.verdicts import Paired, quantile, student
+
+#: Exponents of the law of loss: the likely one, as of published fits, and the highest; the lowest leaves no floor.
+LIKELY, HIGHEST = 0.34, 0.6
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A row of the ladder at a rung: losses by seed, those of data-parallel training, and what the runs were."""
+
+    row: str
+    rung: str
+    parameters: int
+    tokens_per_parameter: float
+    rounds: int
+    tokens_per_replica_and_step: int
+    losses: dict[int, float]
+    base: dict[int, float]
+
+    @property
+    def pairs(self) -> Paired:
+        """The gap, seed by seed."""
+        return Paired.of(self.losses, self.base)
+
+    @property
+    def gaps(self) -> list[float]:
+        """Each seed's gap."""
+        return [math.log(self.losses[s] / self.base[s]) for s in sorted(self.losses.keys() & self.base.keys())]
+
+
+def read_cells(ladder: Ladder) -> list[Cell]:
+    """All rows of which there are points, data-parallel's included, rung by rung, as they stand in git."""
+    found = []
+    for rung in ladder.plan.rungs.values():
+        losses = {name: read_losses(ladder.results / "points" / rung.name / name) for name in rung.rows}
+        configs = {name: ladder.trial(ladder.plan.rows[name], rung.name, {}).config for name in rung.rows}
+        batches = {configs[n].train.global_batch: n for n in rung.rows if n.startswith("data_parallel/")}
+        for name in rung.rows:
+            c, base = configs[name], losses[batches[configs[name].train.global_batch]]
+            if not losses[name].keys() & base.keys():
+                continue
+            tokens, numel = c.train.steps * c.train.global_batch * c.train.seq_len, parameters(c.model).total
+            rounds = -(-c.train.steps // c.method.sync_every_steps) if c.exchanges_parameters else c.train.steps
+            step = c.local_batch * c.train.seq_len
+            found.append(Cell(name, rung.name, numel, tokens / numel, rounds, step, losses[name], base))
+    return found
+
+
+def read_losses(folder: Path) -> dict[int, float]:
+    """The validation losses of a row's points, by seed."""
+    found = [json.loads(file.read_text()) for file in sorted(folder.glob("seed*.json"))]
+    return {outcome["seed"]: outcome["val_loss"] for outcome in found}
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Gaps against size: d = at_one + slope ln N, by least squares.
+
+    Attributes: `deviation` of a single pair about the line, with `freedom` degrees; `centre` and `square`, the mean and
+    the sum of squares of ln N about it; `count` of pairs.
+    """
+
+    at_one: float
+    slope: float
+    deviation: float
+    freedom: int
+    centre: float
+    square: float
+    count: int
+
+    @classmethod
+    def of(cls, sizes: ArrayLike, gaps: ArrayLike) -> Fit:
+        """Fit gaps at sizes N, a value for each pair. Raises ValueError for fewer than 3 pairs, or a single size."""
+        x, d = np.log(np.asarray(sizes, float)), np.asarray(gaps, float)
+        if len(x) < 3 or np.ptp(x) == 0:
+            raise ValueError(f"a slope needs 3 pairs and 2 sizes, got {len(x)} and {len(np.unique(x))}")
+        centre, square = float(x.mean()), float(((x - x.mean()) ** 2).sum())
+        slope = float(((x - centre) * d).sum() / square)
+        at_one = float(d.mean() - slope * centre)
+        left = d - at_one - slope * x
+        return cls(at_one, slope, math.sqrt(float((left**2).sum()) / (len(x) - 2)), len(x) - 2, centre, square, len(x))
+
+    @property
+    def p_falls(self) -> float:
+        """The probability of a slope as steep as this, or steeper downwards, where there is none (one-sided)."""
+        if self.deviation == 0:
+            return float(self.slope >= 0)
+        return student(self.slope * math.sqrt(self.square) / self.deviation, self.freedom)
+
+    def at(self, size: float, *, seeds: float = math.inf, level: float = 0.95) -> tuple[float, float, float]:
+        """The gap at a size: (likely, low, high), of the line itself, or of the mean of so many new `seeds`."""
+        x = math.log(size)
+        spread = 1 / self.count + (x - self.centre) ** 2 / self.square + 1 / seeds
+        off = quantile((1 + level) / 2, self.freedom) * self.deviation * math.sqrt(spread)
+        likely = self.at_one + self.slope * x
+        return likely, likely - off, likely + off
+
+
+def fit_row(cells: Sequence[Cell], row: str, *, below: float = math.inf) -> Fit:
+    """Fit the gaps of a row, of all sizes below a bound."""
+    pairs = [(c.parameters, gap) for c in cells if c.row == row and c.parameters < below for gap in c.gaps]
+    return Fit.of(*zip(*pairs, strict=True)) if pairs else Fit.of([], [])
+
+
+def bootstrap(
+    cells: Sequence[Cell], row: str, sizes: ArrayLike, *, draws: int = 2000, seed: int = 0
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """The band of a row's fitted line at some sizes, by drawing the seeds of each rung anew: (2.5 %, 97.5 %)."""
+    rng = np.random.default_rng(seed)
+    here = [c for c in cells if c.row == row]
+    x = np.log(np.asarray(sizes, float))
+    lines = []
+    for _ in range(draws):
+        some = [(c.parameters, g) for c in here for g in rng.choice(c.gaps, len(c.gaps))]
+        fit = Fit.of(*zip(*some, strict=True))
+        lines.append(fit.at_one + fit.slope * x)
+    low, high = np.percentile(lines, [2.5, 97.5], axis=0)
+    return low, high
+
+
+def loss_at(size: float, sizes: Sequence[float], losses: Sequence[float], alpha: float | None = None) -> float:
+    """The loss at a size by L = E + A N^-alpha through the two largest of the sizes; by default without a floor E."""
+    (n1, l1), (n2, l2) = sorted(zip(sizes, losses, strict=True))[-2:]
+    alpha = alpha or math.log(l1 / l2) / math.log(n2 / n1)
+    factor = (l1 - l2) / (n1**-alpha - n2**-alpha)
+    return l2 + factor * (size**-alpha - n2**-alpha)
+
+
+def predict(cells: Sequence[Cell], rows: Sequence[str], size: float, *, seeds: float) -> dict[str, dict[str, Any]]:
+    """Predict gaps (in % of the loss) and losses at a size from all smaller ones: for each row [likely, low, high].
+
+    Intervals are of 95 %: of a gap, of the mean of so many seeds about the fitted line; of data-parallel's loss, the
+    range of exponents; of a method's loss, both.
+    """
+    smaller = [c for c in cells if c.parameters < size]
+    found: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        likely_gap, low_gap, high_gap = fit_row(smaller, row).at(size, seeds=seeds)
+        bases = {c.parameters: float(np.mean(list(c.base.values()))) for c in smaller if c.row == row}
+        laws = [loss_at(size, list(bases), list(bases.values()), alpha) for alpha in (LIKELY, None, HIGHEST)]
+        likely, low, high = laws[0], min(laws), max(laws)
+        found[row] = {
+            "gap_pct": [_percent(g) for g in (likely_gap, low_gap, high_gap)],
+            "loss": [round(b * math.exp(g), 4) for b, g in ((likely, likely_gap), (low, low_gap), (high, high_gap))],
+        }
+    return found
+
+
+def _percent(gap: float) -> float:
+    return round(100 * math.expm1(gap), 3)
+
+
+def register(ladder: Ladder, rung: str, published: Mapping[str, float]) -> dict[str, Any]:
+    """Write predictions.yaml: for a rung of which no point has been trained, and for published sizes.
+
+    published: names of sizes -> parameters. Raises ConfigError where the rung has points, as that would be no
+    prediction.
+    """
+    if sorted((ladder.results / "points" / rung).rglob("*.json")):
+        raise ConfigError(f"points of {rung} have been trained already: what is known is not predicted")
+    plan, cells = ladder.plan, read_cells(ladder)
+    there = plan.rungs[rung]
+    rows = [name for name in there.rows if not name.startswith("data_parallel/")]
+    size = parameters(ladder.trial(plan.rows[rows[0]], rung, {}).config.model).total
+    told = {rung: {"parameters": size, "seeds": there.seeds} | {"rows": predict(cells, rows, size, seeds=there.seeds)}}
+    for name, numel in published.items():
+        gaps = {row: [_percent(g) for g in fit_row(cells, row).at(numel)] for row in rows}
+        told[name] = {"parameters": int(numel), "rows": {row: {"gap_pct": gap} for row, gap in gaps.items()}}
+    file = ladder.results / "predictions.yaml"
+    file.write_text(yaml.safe_dump(told, sort_keys=False, default_flow_style=None))
+    return told

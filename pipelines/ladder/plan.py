@@ -1,0 +1,288 @@
+"""What the ladder trains: its rows, how each is tuned, and the points (a run with all its settings) that this makes.
+
+    row      a run of params.yaml with its variant: "diloco/m2"
+    rung     a size, which is a scale of params.yaml: "0.33M"
+    line     a number that is tuned: the inner learning rate, the outer gain, ...
+    trial    a point that is trained for tuning: seed 0, its loss on the tuning split
+    result   a point that tables report, with a seed and settings that are tuned; its loss on the validation split
+
+Each point that is done is a small JSON file in git, so that no machine does it again.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lowcomm.experiment.config import RunConfig
+from lowcomm.experiment.project import Project, pick
+from lowcomm.settings import ConfigError, nearest
+from pipelines.project import BUILD, ROOT
+from pipelines.settings import set_values
+
+#: Values of lines, by name.
+Values = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Line:
+    """A number that is tuned: where it begins, and either the factor between neighbours or all values it may take."""
+
+    begin: float
+    factor: float = 0.0
+    values: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if bool(self.factor) == bool(self.values) or self.factor < 0 or 0 < self.factor <= 1:
+            raise ConfigError(f"a line needs either a factor above 1 or values, got {self.factor} and {self.values}")
+        if self.values and (self.begin not in self.values or list(self.values) != sorted(set(self.values))):
+            raise ConfigError(f"a line's values must ascend and hold where it begins, {self.begin}: {self.values}")
+
+    def beside(self, value: float, way: int) -> float | None:
+        """The neighbour of a value upwards (`way` 1) or downwards (-1); None where there is none.
+
+        Values are begin x factor^n to three digits, of which whatever is asked for counts as the nearest.
+        """
+        if self.factor:
+            n = round(math.log(value / self.begin) / math.log(self.factor))
+            return float(f"{self.begin * self.factor ** (n + way):.3g}")
+        at = self.values.index(value) + way
+        return self.values[at] if 0 <= at < len(self.values) else None
+
+
+@dataclass(frozen=True)
+class Row:
+    """A method of the ladder.
+
+    lines: its numbers, in the order in which they are tuned. start: the row whose values it begins with.
+    """
+
+    name: str
+    lines: tuple[str, ...] = ()
+    start: str = ""
+
+    @property
+    def run(self) -> str:
+        """The run of params.yaml."""
+        return self.name.partition("/")[0]
+
+    @property
+    def variant(self) -> str:
+        """Its variant; "" where the run has none."""
+        return self.name.partition("/")[2]
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A size: how many seeds its rows have, at which rung they are tuned, and which rows it has."""
+
+    name: str
+    seeds: int
+    tuned_at: str
+    rows: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All of plan.yaml."""
+
+    rungs: dict[str, Rung]
+    rows: dict[str, Row]
+    lines: dict[str, Line]
+
+    def rung_below(self, rung: str) -> str | None:
+        """The rung before one that is tuned too; None for the first."""
+        tuned = [name for name, r in self.rungs.items() if r.tuned_at == name]
+        at = tuned.index(rung)
+        return tuned[at - 1] if at else None
+
+
+def _only(section: Mapping[str, Any], valid: set[str], where: str) -> None:
+    for key in section:
+        if key not in valid:
+            raise ConfigError(f"unknown key {where}.{key} in plan.yaml{nearest(key, valid)}")
+
+
+def read_plan(path: Path) -> Plan:
+    """Read a plan. Raises ConfigError that names what is unknown or missing."""
+    told = yaml.safe_load(path.read_text())
+    _only(told, {"rungs", "rows", "lines"}, "plan")
+    lines, rows, rungs = {}, {}, {}
+    for name, entry in told["lines"].items():
+        _only(entry, {"begin", "factor", "values"}, f"lines.{name}")
+        lines[name] = Line(entry["begin"], entry.get("factor", 0.0), tuple(entry.get("values", ())))
+    for name, entry in told["rows"].items():
+        _only(entry, {"from", "lines"}, f"rows.{name}")
+        row = Row(name, tuple(entry.get("lines", ())), entry.get("from", ""))
+        for line in row.lines:
+            pick(lines, line, f"line of rows.{name}")
+        if row.start and row.start not in rows:
+            raise ConfigError(f"rows.{name} begins from {row.start!r}, which must stand before it")
+        rows[name] = row
+    for name, entry in told["rungs"].items():
+        _only(entry, {"seeds", "tuned_at", "rows"}, f"rungs.{name}")
+        chosen = tuple(entry.get("rows", rows))
+        for row in chosen:
+            pick(rows, row, f"row of rungs.{name}")
+        pick(told["rungs"], entry["tuned_at"], f"rung to tune {name} at")
+        rungs[name] = Rung(name, entry["seeds"], entry["tuned_at"], chosen)
+    return Plan(rungs, rows, lines)
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """A ladder: a project whose scales are rungs, with a plan.yaml beside its params.yaml.
+
+    folder: of both. build: for what is heavy. results: for what is kept, in git.
+    """
+
+    folder: Path
+    build: Path
+    results: Path
+
+    @functools.cached_property
+    def project(self) -> Project:
+        """Its runs and corpora."""
+        return Project(self.folder, self.build)
+
+    @functools.cached_property
+    def plan(self) -> Plan:
+        """Its plan.yaml."""
+        return read_plan(self.folder / "plan.yaml")
+
+    @functools.cached_property
+    def params(self) -> dict[str, Any]:
+        """Its params.yaml."""
+        return self.project.load_params()
+
+    def probe(self, row: Row) -> str:
+        """The digest of a row's run at smoke scale. Raises ConfigError where it has not been trained."""
+        file = self.build / "probes" / f"{row.run}.json"
+        if not file.exists():
+            raise ConfigError(f"no probe {file}: python -m pipelines.ladder prepare")
+        return json.loads(file.read_text())[row.variant]
+
+    def overrides(self, row: Row, rung: str, values: Values) -> dict[str, Any]:
+        """The settings that values of lines are, as sections of `Project.run_config`.
+
+        gain and momentum are K = outer_lr / (1 - momentum) and the momentum itself; NoLoCo's pull is its outer_lr.
+        """
+        plain = self.project.run_config(row.run, variant=row.variant, scale=rung, params=self.params)
+        found: dict[str, dict[str, Any]] = {"train": {}, "model": {}, "method": {}}
+        if "lr" in values:
+            found["train"]["lr"] = values["lr"]
+        if "warmup" in values:
+            found["train"]["warmup_steps"] = round(values["warmup"] * plain.train.steps)
+        if "embedding" in values:
+            found["model"]["embedding_std"] = values["embedding"]
+        method = plain.method
+        if plain.exchanges_parameters and method.outer != "average" and {"gain", "momentum"} & set(values):
+            momentum = values.get("momentum", method.outer_momentum)
+            gain = values.get("gain", method.outer_lr / (1 - method.outer_momentum))
+            rate = float(f"{gain * (1 - momentum):.6g}")
+            found["method"] = {"outer_lr": rate, "outer_momentum": momentum}
+            if method.outer == "noloco":
+                found["method"]["outer_pull"] = rate
+        return found
+
+    def trial(self, row: Row, rung: str, values: Values) -> Point:
+        """The point that tries values of lines."""
+        return Point(self, row, rung, 0, tuple(sorted(values.items())), is_trial=True)
+
+    def results_at(self, rung: str) -> list[Point]:
+        """All results of a rung, seed by seed, with what tuning found. Raises ConfigError where a row is not tuned."""
+        there = self.plan.rungs[rung]
+        tuned = {name: entry["values"] for name, entry in self.read_tuned(there.tuned_at).items()}
+        values = {name: tuple(sorted(pick(tuned, name, f"tuned row of {rung}").items())) for name in there.rows}
+        return [
+            Point(self, self.plan.rows[name], rung, seed, values[name], is_trial=False)
+            for seed in range(there.seeds)
+            for name in there.rows
+        ]
+
+    def tuned_file(self, rung: str) -> Path:
+        """Where the values that tuning found at a rung are kept."""
+        return self.results / "tuned" / f"{rung}.yaml"
+
+    def read_tuned(self, rung: str) -> dict[str, dict[str, Any]]:
+        """What tuning found at a rung, by row: "values", "tuning_loss", "trials". Raises ConfigError without any."""
+        if not (file := self.tuned_file(rung)).exists():
+            raise ConfigError(f"{file} is missing: python -m pipelines.ladder tune {rung}")
+        return yaml.safe_load(file.read_text())
+
+
+@dataclass(frozen=True)
+class Point:
+    """A run of a ladder with all its settings: a trial or a result.
+
+    values: of lines, those that the row knows.
+    """
+
+    ladder: Ladder = field(repr=False)
+    row: Row
+    rung: str
+    seed: int
+    values: tuple[tuple[str, float], ...]
+    is_trial: bool
+
+    @functools.cached_property
+    def config(self) -> RunConfig:
+        """The settings of the run. Raises ConfigError."""
+        sections = self.ladder.overrides(self.row, self.rung, dict(self.values))
+        if self.is_trial:
+            sections["train"]["eval_split"] = "tuning"
+        named = {"variant": self.row.variant, "seed": self.seed, "scale": self.rung, "params": self.ladder.params}
+        return self.ladder.project.run_config(self.row.run, **named, **sections)
+
+    @property
+    def data(self) -> Path:
+        """The folder of its corpus."""
+        return self.ladder.project.data_dir(self.config.data.corpus, self.rung)
+
+    @property
+    def file(self) -> Path:
+        """Where its outcome is kept."""
+        if not self.is_trial:
+            return self.ladder.results / "points" / self.rung / self.row.name / f"seed{self.seed}.json"
+        key = ",".join(f"{name}={value:g}" for name, value in self.values)
+        return self.ladder.results / "tuning" / self.rung / self.row.name / f"{key}.json"
+
+    @property
+    def title(self) -> str:
+        """'diloco/m2 at 0.33M, seed 0', or the values of a trial."""
+        told = ", ".join(f"{name} {value:g}" for name, value in self.values)
+        return f"{self.row.name} at {self.rung}, " + (f"trial of {told}" if self.is_trial else f"seed {self.seed}")
+
+    def made_from(self) -> str:
+        """Return a digest of what decides its outcome: settings, corpus and probe (see `pipelines.probes`).
+
+        Raises ConfigError where corpus or probe are missing.
+        """
+        card = self.data / "card.json"
+        if not card.exists():
+            raise ConfigError(f"no corpus in {self.data}: python -m pipelines.ladder prepare")
+        read = json.loads(card.read_text())
+        told = {
+            "settings": {k: v for k, v in set_values(self.config).items() if k not in ("comm", "checkpoint")},
+            "corpus": [read["tokenizer_sha256"], *(s["sha256"] for p in read["splits"].values() for s in p["shards"])],
+            "probe": self.ladder.probe(self.row),
+        }
+        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+
+    def read(self) -> dict[str, Any] | None:
+        """Its outcome, if it is done and was made from what there is now; None where it is not."""
+        if not self.file.exists():
+            return None
+        told = json.loads(self.file.read_text())
+        return told if told["made_from"] == self.made_from() else None
+
+
+LADDER = Ladder(Path(__file__).resolve().parent, BUILD / "ladder", ROOT / "results" / "ladder")

@@ -1,0 +1,106 @@
+"""Tuning: downhill along one line after the other, until both neighbours of the best value are worse.
+
+A walk asks for trials and is told their losses. It is a generator, so that whoever trains (`workers`) can have several
+walks going at once, and so that tests can walk over a loss in closed form.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator
+from typing import Any
+
+import yaml
+
+from lowcomm.settings import ConfigError
+from pipelines.ladder.plan import Ladder, Line, Plan, Point, Row, Values
+from pipelines.ladder.workers import Task, Workers
+
+#: Asks for the loss of some values, is sent it, and returns the best values with theirs.
+Walk = Generator[dict[str, float], float, tuple[dict[str, float], float]]
+
+
+def walk_line(line: Line, name: str, values: dict[str, float], loss: float) -> Walk:
+    """Walk along a line from values whose loss is known. A loss that is not finite is worse than any other.
+
+    Ends where both neighbours are worse, or where there is none: each step is by one neighbour, the way that went down.
+    """
+    losses = {values[name]: loss}
+    at, ways = values[name], [1, -1]
+    while ways:
+        beside = line.beside(at, ways[0])
+        if beside is None:
+            ways.pop(0)
+            continue
+        if beside not in losses:
+            found = yield values | {name: beside}
+            losses[beside] = found if math.isfinite(found) else math.inf
+        if losses[beside] < losses[at]:
+            at, ways = beside, [ways[0]]  # on in this way; behind lies what is worse
+        else:
+            ways.pop(0)
+    return values | {name: at}, losses[at]
+
+
+def walk_row(plan: Plan, row: Row, start: Values) -> Walk:
+    """Walk along all lines of a row, from the values `start`; of what is not among them, from where lines begin."""
+    values = {name: plan.lines[name].begin for name in row.lines} | dict(start)
+    loss = yield dict(values)
+    for name in row.lines:
+        values, loss = yield from walk_line(plan.lines[name], name, values, loss)
+    return values, loss
+
+
+def _is_allowed(point: Point) -> bool:
+    try:
+        return point.config is not None
+    except ConfigError:
+        return False
+
+
+def tune(ladder: Ladder, rung: str, workers: Workers) -> dict[str, dict[str, Any]]:
+    """Tune all rows of a rung and write what was found: of each row its values, its loss, and how many trials it took.
+
+    A row begins with what was found for it at the rung below, else with what was found for its parent here; a row
+    without lines takes that as it is. Where a walk comes to settings that are refused (a pull beyond its bound, say) it
+    turns back. Raises ConfigError for a rung that takes what was found at another, and where a row begins with settings
+    that are refused.
+    """
+    plan = ladder.plan
+    there = plan.rungs[rung]
+    if there.tuned_at != rung:
+        raise ConfigError(f"rung {rung} takes what was found at {there.tuned_at}: nothing is tuned at it")
+    below = plan.rung_below(rung)
+    known = ladder.read_tuned(below) if below else {}
+    found: dict[str, dict[str, Any]] = {}
+
+    def children(name: str) -> list[Task]:
+        return [walk(plan.rows[child]) for child in there.rows if plan.rows[child].start == name]
+
+    def walk(row: Row) -> Task:
+        start = known[row.name]["values"] if row.name in known else found[row.start]["values"] if row.start else {}
+        if row.lines:
+            steps, files = walk_row(plan, row, start), set()
+            values = next(steps)
+            try:
+                while True:
+                    point = ladder.trial(row, rung, values)
+                    if files and not _is_allowed(point):
+                        values = steps.send(math.inf)
+                        continue
+                    files.add(point.file)
+                    loss = (yield point)["val_loss"]
+                    values = steps.send(math.inf if loss is None else loss)
+            except StopIteration as end:
+                best, loss = end.value
+            found[row.name] = {"values": best, "tuning_loss": loss, "trials": len(files)}
+        else:
+            found[row.name] = {"values": dict(start), "trials": 0}
+        return children(row.name)
+
+    workers.run(children(""))
+    ordered = {name: found[name] for name in there.rows}
+    file = ladder.tuned_file(rung)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(yaml.safe_dump(ordered, sort_keys=False))
+    return ordered

@@ -1,0 +1,200 @@
+"""Workers of the ladder: a process for each core, which trains one point after the other, its ranks as threads.
+
+What is done is written at once (`Point.file`), so that a kill at any moment costs no finished point; what is under way
+goes on from its last checkpoint, on the same machine. Told to stop (SIGTERM, Ctrl-C, or its parent is gone), a worker
+writes a checkpoint first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import multiprocessing
+import os
+import shutil
+import signal
+import time
+from collections.abc import Generator, Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from lowcomm.codecs.bits import NotFinite
+from lowcomm.experiment import LAUNCHER_VARIABLE, SAVING_S
+from lowcomm.experiment.run_folder import RunFolder
+from lowcomm.experiment.source import source_digest
+from pipelines.ladder.plan import Point
+from pipelines.launch import KEEP_MEMORY, cores
+
+#: Asks for points one after the other, is sent their outcomes, and returns the tasks that can begin when it has ended.
+Task = Generator[Point, dict[str, Any], list[Any]]
+
+
+class Stopped(RuntimeError):
+    """The workers were told to stop; what is done is kept."""
+
+
+def folder_of(point: Point) -> RunFolder:
+    """Where a point's run lies until it is done."""
+    inner = point.file.relative_to(point.ladder.results).with_suffix("")
+    return RunFolder(point.ladder.build / "runs" / inner, point.ladder.build / "times" / inner)
+
+
+def train_point(point: Point) -> dict[str, Any] | None:
+    """Train a point in this process and return its outcome; None if it was told to stop.
+
+    A trial whose values are not finite any more has the loss None, and "diverged" says where.
+    """
+    from lowcomm.experiment.train import train_in_threads
+
+    folder, begin, made_from = folder_of(point), time.perf_counter(), point.made_from()
+    if folder.made_with != source_digest():
+        folder.clear()
+    outcome: dict[str, Any] = {"row": point.row.name, "rung": point.rung, "seed": point.seed}
+    outcome |= {"values": dict(point.values), "made_from": made_from}
+    try:
+        summary = train_in_threads(point.config, point.data, folder)
+    except NotFinite as error:
+        if not point.is_trial:
+            raise
+        outcome |= {"val_loss": None, "diverged": str(error)}
+    else:
+        if not summary["complete"]:
+            return None
+        loss = summary["val_loss"]
+        outcome["val_loss"] = loss if math.isfinite(loss) else None
+        kept = (
+            "val_loss_first_replica",
+            "val_loss_replica_average",
+            "train_loss",
+            "tokens",
+            "parameters",
+            "sent_bytes",
+        )
+        outcome |= {key: summary[key] for key in kept if key in summary}
+        outcome |= {"environment": summary["environment"]}
+    outcome["seconds"] = round(time.perf_counter() - begin, 1)
+    shutil.rmtree(folder.out, ignore_errors=True)
+    shutil.rmtree(folder.times, ignore_errors=True)
+    return outcome
+
+
+def _work(pipe: Connection) -> None:
+    """Train what is asked for, until nothing is; send back (outcome, error)."""
+    from lowcomm.experiment.stop import requested, stopping_on_signals
+
+    with stopping_on_signals(), contextlib.suppress(EOFError, OSError):
+        while not requested.is_set() and (point := pipe.recv()) is not None:
+            try:
+                pipe.send((train_point(point), ""))
+            except Exception as error:  # told to the parent, which ends all
+                pipe.send((None, f"{type(error).__name__}: {error}"))
+
+
+@contextlib.contextmanager
+def _environment() -> Iterator[None]:
+    """What the workers find when they are spawned; as it was afterwards."""
+    wanted = KEEP_MEMORY | {"OMP_NUM_THREADS": "1", LAUNCHER_VARIABLE: str(os.getpid())}
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ |= wanted
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+class Workers:
+    """As many processes as there are cores, one where there are GPUs; they start when the first point wants training.
+
+    Use it in a `with` statement.
+    """
+
+    def __init__(self) -> None:
+        self._idle: list[Connection] = []
+        self._busy: dict[Connection, tuple[Task, Point]] = {}
+        self._processes: list[multiprocessing.Process] = []
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        with _environment():
+            for _ in range(1 if shutil.which("nvidia-smi") else cores()):
+                ours, theirs = context.Pipe()
+                process = context.Process(target=_work, args=(theirs,))
+                process.start()
+                theirs.close()
+                self._idle.append(ours)
+                self._processes.append(process)
+
+    def __enter__(self) -> Workers:
+        def stop(*_: Any) -> None:
+            raise Stopped("told to stop")
+
+        self._before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        for pipe in self._idle:
+            with contextlib.suppress(BrokenPipeError):
+                pipe.send(None)
+        for process in self._processes:
+            if self._busy and process.is_alive():
+                process.terminate()  # the worker writes a checkpoint
+        for process in self._processes:
+            process.join(SAVING_S)
+            process.kill()
+
+    def run(self, tasks: Sequence[Task]) -> None:
+        """Do tasks, those that they return too: a point of each at a time, as many at once as there are workers.
+
+        The first tasks begin first, and one that has begun goes before one that has not. Raises RuntimeError where a
+        point fails, and Stopped.
+        """
+        begun: list[tuple[Task, dict[str, Any]]] = []
+        waiting = list(tasks)
+        while begun or waiting or self._busy:
+            while (begun or waiting) and (self._idle or not self._processes):
+                task, told = begun.pop(0) if begun else (waiting.pop(0), None)
+                try:
+                    point = task.send(told)
+                except StopIteration as end:
+                    waiting += end.value
+                    continue
+                if (known := point.read()) is not None:
+                    begun.append((task, known))
+                    continue
+                if not self._processes:
+                    self._start()
+                pipe = self._idle.pop()
+                pipe.send(point)
+                self._busy[pipe] = (task, point)
+            for pipe in wait(list(self._busy)) if self._busy else []:
+                outcome = self._received(pipe, self._busy[pipe][1])
+                task, point = self._busy.pop(pipe)
+                self._idle.append(pipe)
+                _keep(point, outcome)
+                loss = "diverged" if outcome["val_loss"] is None else f"{outcome['val_loss']:.4f}"
+                print(f"{point.title}: {loss} ({outcome['seconds']:.0f} s)", flush=True)
+                begun.append((task, outcome))
+
+    @staticmethod
+    def _received(pipe: Connection, point: Point) -> dict[str, Any]:
+        try:
+            outcome, error = pipe.recv()
+        except (EOFError, ConnectionResetError):
+            raise RuntimeError(f"{point.title}: its worker has died") from None
+        if error:
+            raise RuntimeError(f"{point.title}: {error}")
+        if outcome is None:
+            raise Stopped(f"{point.title} was told to stop")
+        return outcome
+
+
+def _keep(point: Point, outcome: dict[str, Any]) -> None:
+    """Write an outcome, whole or not at all."""
+    point.file.parent.mkdir(parents=True, exist_ok=True)
+    partial = point.file.with_suffix(".tmp")
+    partial.write_text(json.dumps(outcome, indent=1) + "\n")
+    partial.rename(point.file)

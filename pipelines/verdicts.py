@@ -1,0 +1,230 @@
+"""One rule for what our runs say of a paper's claims.
+
+Runs are compared in pairs: of one seed, so that both begin with the same weights and see the same tokens in the same
+order. A pair's difference is d = ln(a / b) of two losses; over the seeds it has a mean, a deviation, and Student's t.
+
+    a is lower than b              t of d against 0, both ways (`lower`)
+    a is as good as b              two one-sided tests: d is above -m, and below m (`equal`)
+    a is no worse than b           one test: d is below m (`no_worse`)
+
+with a margin m that is named beforehand. Each gives two probabilities: `p_for`, of seeing this where the claim does not
+hold, and `p_against`, of seeing this where it does. Over all claims of a paper both are corrected for their number
+(Holm). Then a claim is
+
+    Borne out                      p_for is small, and the effect within a factor of 2 of the paper's, if that has one
+    Borne out in direction only    p_for is small, but the effect is another
+    Not borne out                  p_against is small
+    Not resolved                   neither is
+    Outside this regime            the runs are too short, too few or too small for it: nothing is judged
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+#: What counts as small, of a probability that is corrected.
+LEVEL = 0.05
+#: Within what factor of the paper's an effect is the paper's.
+FACTOR = 2.0
+BORNE_OUT, DIRECTION, NOT_BORNE_OUT, NOT_RESOLVED, OUTSIDE = (
+    "Borne out",
+    "Borne out in direction only",
+    "Not borne out",
+    "Not resolved",
+    "Outside this regime",
+)
+
+
+def student(t: float, freedom: int) -> float:
+    """P(T < t) of Student's t, by its finite series (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
+    if freedom < 1:
+        raise ValueError(f"Student's t needs 1 degree of freedom or more, got {freedom}")
+    if math.isinf(t):
+        return float(t > 0)
+    angle = math.atan(t / math.sqrt(freedom))
+    odd, cosine = freedom % 2, math.cos(angle)
+    term, total = (cosine if odd else 1.0), 0.0
+    for k in range(1 + odd, freedom, 2):
+        total += term
+        term *= k / (k + 1) * cosine**2
+    total *= math.sin(angle)
+    return 0.5 + (angle + total) / math.pi if odd else 0.5 + total / 2
+
+
+def quantile(probability: float, freedom: int) -> float:
+    """The t below which Student's t lies with a probability, by bisection."""
+    if not 0 < probability < 1:
+        raise ValueError(f"a quantile is of a probability within 0 and 1, got {probability}")
+    low, high = -math.pi / 2, math.pi / 2
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (middle, high) if student(math.tan(middle), freedom) < probability else (low, middle)
+    return math.tan(low)
+
+
+@dataclass(frozen=True)
+class Paired:
+    """Differences of pairs of runs: how many, their mean and deviation. d = ln(a / b), so 0.01 is 1 % of the loss."""
+
+    seeds: int
+    mean: float
+    deviation: float
+
+    @classmethod
+    def of(cls, a: Mapping[int, float], b: Mapping[int, float]) -> Paired:
+        """Pair losses by their seeds; those that only one side has are left out. Raises ValueError without any pair."""
+        both = sorted(a.keys() & b.keys())
+        if not both:
+            raise ValueError(f"no seed is of both sides: {sorted(a)} and {sorted(b)}")
+        found = [math.log(a[seed] / b[seed]) for seed in both]
+        return cls(len(found), statistics.mean(found), statistics.stdev(found) if len(found) > 1 else math.nan)
+
+    def below(self, bound: float) -> float:
+        """The probability of a mean as low as this one or lower, where the true one is `bound`; NaN for one seed."""
+        if self.seeds < 2:
+            return math.nan
+        apart = self.mean - bound
+        if self.deviation == 0:  # bit-identical runs, say
+            return 0.5 if apart == 0 else float(apart > 0)
+        return student(apart / (self.deviation / math.sqrt(self.seeds)), self.seeds - 1)
+
+    def interval(self, level: float = 0.95) -> tuple[float, float]:
+        """The two-sided interval of the mean; (NaN, NaN) for one seed."""
+        if self.seeds < 2:
+            return math.nan, math.nan
+        off = quantile((1 + level) / 2, self.seeds - 1) * self.deviation / math.sqrt(self.seeds)
+        return self.mean - off, self.mean + off
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What runs say for a claim, and against it: probabilities, before any correction; NaN where one seed says nothing.
+
+    effect: the size of what was seen, in the units of the paper's; None where a claim has no size.
+    """
+
+    p_for: float
+    p_against: float
+    effect: float | None = None
+
+
+def lower(pairs: Paired) -> Evidence:
+    """Evidence that a is lower than b, from either tail; its effect is 1 - a / b."""
+    tail = pairs.below(0.0)
+    return Evidence(_twice(tail), _twice(1 - tail), 1 - math.exp(pairs.mean))
+
+
+def equal(pairs: Paired, margin: float) -> Evidence:
+    """Evidence that a and b differ by less than a margin (two one-sided tests)."""
+    under, over = pairs.below(margin), 1 - pairs.below(-margin)
+    return Evidence(max(under, over), min(1 - under, 1 - over))
+
+
+def no_worse(pairs: Paired, margin: float = 0.0) -> Evidence:
+    """Evidence that a is above b by less than a margin."""
+    tail = pairs.below(margin)
+    return Evidence(tail, 1 - tail)
+
+
+def fact(holds: bool) -> Evidence:
+    """What needs no seeds: a closed form, a simulation, a count."""
+    return Evidence(float(not holds), float(holds))
+
+
+def together(*parts: Evidence) -> Evidence:
+    """Evidence that all parts hold: the weakest for it, and the strongest against it, corrected for their number.
+
+    Where one part is of one seed, so is the whole.
+    """
+    if not parts:
+        raise ValueError("nothing to judge together")
+    if any(math.isnan(part.p_for) for part in parts):
+        return Evidence(math.nan, math.nan)
+    against = min(1.0, len(parts) * min(part.p_against for part in parts))
+    return Evidence(max(part.p_for for part in parts), against)
+
+
+def _twice(p: float) -> float:
+    return p if math.isnan(p) else min(1.0, 2 * p)
+
+
+@dataclass(frozen=True)
+class Regime:
+    """What runs were, or what a claim needs of them."""
+
+    seeds: float = 0
+    rounds: float = 0
+    tokens_per_parameter: float = 0
+    tokens_per_replica_and_step: float = 0
+
+    def lacks(self, needed: Regime) -> str:
+        """Say what is too little, "37 rounds of 100, 2 seeds of 3"; "" where nothing is."""
+        short = []
+        for field in dataclasses.fields(self):
+            there, asked = getattr(self, field.name), getattr(needed, field.name)
+            if there < asked:
+                short.append(f"{there:.3g} {field.name.replace('_', ' ')} of {asked:.3g}")
+        return ", ".join(short)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A claim of a paper, and what we saw.
+
+    Attributes:
+        text: what the paper claims, as a sentence without its full stop; its own numbers in brackets.
+        seen: what was seen: our numbers, as a sentence without its full stop.
+        evidence: for it and against it; None where nothing was run for it.
+        published: the size that the paper prints, in the units of the evidence's effect; None where it has none.
+        criterion: when it is called borne out, where that does not go without saying.
+        outside: why nothing is judged, if nothing is: what `Regime.lacks` says, or any other reason.
+    """
+
+    text: str
+    seen: str
+    evidence: Evidence | None
+    published: float | None = None
+    criterion: str = ""
+    outside: str = ""
+
+
+def holm(found: Sequence[float]) -> list[float]:
+    """Holm's correction: the probabilities in their order, as they are among so many. NaN stays, and does not count."""
+    counted = sorted((p, i) for i, p in enumerate(found) if not math.isnan(p))
+    out, highest = list(found), 0.0
+    for rank, (p, i) in enumerate(counted):
+        highest = max(highest, min(1.0, (len(counted) - rank) * p))
+        out[i] = highest
+    return out
+
+
+def judge(claims: Sequence[Claim]) -> list[str]:
+    """The outcome of each of a paper's claims. What is outside the regime is not counted among them."""
+    judged = [claim for claim in claims if not claim.outside and claim.evidence is not None]
+    sides = (holm([getattr(c.evidence, side) for c in judged]) for side in ("p_for", "p_against"))
+    corrected = {id(claim): both for claim, *both in zip(judged, *sides, strict=True)}
+    return [_outcome(claim, *corrected.get(id(claim), (math.nan, math.nan))) for claim in claims]
+
+
+def _outcome(claim: Claim, p_for: float, p_against: float) -> str:
+    if claim.outside or claim.evidence is None:
+        return f"{OUTSIDE} ({claim.outside or 'nothing was run for it'})"
+    if math.isnan(p_for):
+        return f"{OUTSIDE} (one seed)"
+    if p_for < LEVEL:
+        return BORNE_OUT if _as_large(claim) else DIRECTION
+    return NOT_BORNE_OUT if p_against < LEVEL else NOT_RESOLVED
+
+
+def _as_large(claim: Claim) -> bool:
+    """Tell whether the effect is the paper's, within `FACTOR`; True where the paper prints none."""
+    if claim.published is None:
+        return True
+    ours = claim.evidence.effect
+    if ours is None or not claim.published:
+        raise ValueError(f"claim {claim.text!r} has a published size {claim.published} and an effect {ours}")
+    return 1 / FACTOR <= ours / claim.published <= FACTOR

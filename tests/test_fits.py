@@ -1,0 +1,94 @@
+"""Fits of gaps: what was planted is found, intervals hold as often as they say, and nothing known is predicted."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from pipelines.ladder.fits import Cell, Fit, bootstrap, fit_row, loss_at, predict
+from pipelines.verdicts import quantile
+
+SIZES = (116_128, 326_336, 1_053_952)
+
+
+def gap(size: float, slope: float = -0.01) -> float:
+    """A planted gap: 5 % at 0.1M, and less with size."""
+    return 0.05 + slope * math.log(size / 1e5)
+
+
+def base_loss(size: float) -> float:
+    """A planted law of loss."""
+    return 1.8 + 40 * size**-0.34
+
+
+def cells(*, slope: float = -0.01, noise: float = 0.003, seed: int = 0, seeds: tuple[int, ...] = (5, 3)) -> list[Cell]:
+    rng = np.random.default_rng(seed)
+    found = []
+    for size, count in zip(SIZES, seeds, strict=False):
+        luck = rng.normal(0, 0.02, count)
+        base = {s: base_loss(size) * math.exp(luck[s]) for s in range(count)}
+        losses = {s: base[s] * math.exp(gap(size, slope) + rng.normal(0, noise)) for s in range(count)}
+        found.append(Cell("method", f"{size}", size, 20.0, 100, 512, losses, base))
+    return found
+
+
+def test_a_line_is_that_of_least_squares() -> None:
+    rng = np.random.default_rng(0)
+    sizes = np.exp(rng.uniform(10, 15, 12))
+    gaps = rng.normal(0, 1, 12)
+    fit = Fit.of(sizes, gaps)
+    slope, at_one = np.polyfit(np.log(sizes), gaps, 1)
+    assert (fit.slope, fit.at_one) == (pytest.approx(slope), pytest.approx(at_one))
+    likely, low, high = fit.at(1e6)
+    assert likely == pytest.approx(at_one + slope * math.log(1e6))
+    x = np.stack([np.ones(12), np.log(sizes)], 1)
+    covariance = np.linalg.inv(x.T @ x) * ((gaps - x @ [at_one, slope]) ** 2).sum() / 10
+    here = np.array([1, math.log(1e6)])
+    assert high - likely == pytest.approx(quantile(0.975, 10) * math.sqrt(here @ covariance @ here))
+    assert likely - low == pytest.approx(high - likely)
+    with pytest.raises(ValueError, match="a slope needs 3 pairs and 2 sizes, got 4 and 1"):
+        Fit.of([1e5] * 4, [0.1, 0.2, 0.3, 0.4])
+
+
+def test_a_planted_slope_is_found_and_none_is_not() -> None:
+    assert fit_row(cells(slope=-0.02), "method").slope == pytest.approx(-0.02, abs=0.006)
+    assert fit_row(cells(slope=-0.02), "method").p_falls < 0.001
+    assert fit_row(cells(slope=+0.02), "method").p_falls > 0.999
+    falling = [fit_row(cells(slope=0.0, seed=s), "method").p_falls < 0.05 for s in range(300)]
+    assert 3 <= sum(falling) <= 30  # 15 expected
+
+
+def test_predictions_hold_as_often_as_they_say() -> None:
+    """The mean gap of two new seeds at 1.05M from two smaller sizes: inside in 95 of 100, and the loss in its range."""
+    inside = 0
+    for seed in range(300):
+        three = cells(seed=seed, seeds=(5, 3, 2))
+        told = predict(three, ["method"], SIZES[2], seeds=2)["method"]
+        _, low, high = told["gap_pct"]
+        inside += low <= 100 * math.expm1(three[2].pairs.mean) <= high
+        assert told["loss"][1] < told["loss"][0] < told["loss"][2]
+    assert 275 <= inside <= 297
+
+
+def test_the_law_of_loss_goes_through_both_sizes() -> None:
+    losses = [base_loss(n) for n in SIZES[:2]]
+    assert loss_at(SIZES[2], SIZES[:2], losses, 0.34) == pytest.approx(base_loss(SIZES[2]))
+    for alpha in (None, 0.34, 0.6):
+        assert [loss_at(n, SIZES[:2], losses, alpha) for n in SIZES[:2]] == pytest.approx(losses)
+    found = [loss_at(SIZES[2], SIZES[:2], losses, alpha) for alpha in (None, 0.34, 0.6)]
+    assert found == sorted(found)  # a higher exponent has a higher floor
+    power = losses[1] * (SIZES[2] / SIZES[1]) ** (math.log(losses[1] / losses[0]) / math.log(SIZES[1] / SIZES[0]))
+    assert found[0] == pytest.approx(power)
+
+
+def test_the_band_is_about_the_line_and_widens_outside() -> None:
+    some = cells(seeds=(5, 3, 2))
+    grid = [SIZES[0], SIZES[2], 1e9]
+    low, high = bootstrap(some, "method", grid, draws=400)
+    line = [fit_row(some, "method").at(n)[0] for n in grid]
+    assert all(low < line)
+    assert all(line < high)
+    assert high[2] - low[2] > 2 * (high[1] - low[1])
+    assert [b.tolist() for b in bootstrap(some, "method", grid, draws=400)] == [low.tolist(), high.tolist()]

@@ -1,0 +1,259 @@
+"""The ladder: its plan keeps what it promises, tuning finds what it looks for, and no finished point is done again."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lowcomm.experiment.train import train_in_threads
+from lowcomm.model.accounting import parameters
+from lowcomm.settings import ConfigError
+from pipelines.ladder.__main__ import listed, main
+from pipelines.ladder.plan import LADDER, Ladder, Line, Plan, Row, read_plan
+from pipelines.ladder.tune import walk_line, walk_row
+from tests.harness import clean_environment
+
+
+def walked(walk, loss) -> tuple[dict[str, float], float, list[dict[str, float]]]:
+    """Drive a walk over a loss in closed form; returns the best values, their loss, and what was tried."""
+    tried = []
+    try:
+        values = next(walk)
+        while True:
+            tried.append(values)
+            values = walk.send(loss(values))
+    except StopIteration as end:
+        return *end.value, tried
+
+
+@pytest.mark.parametrize("begin", [0.001, 0.012, 0.3])
+def test_a_line_is_walked_to_its_valley(begin: float) -> None:
+    line = Line(begin, factor=2**0.5)
+
+    def loss(values: dict[str, float]) -> float:
+        return math.log(values["lr"] / 0.0115) ** 2
+
+    start = {"lr": begin}
+    best, found, tried = walked(walk_line(line, "lr", start, loss(start)), loss)
+    assert abs(math.log(best["lr"] / 0.0115)) <= math.log(2) / 4 + 0.01  # the nearest of the grid
+    assert found == loss(best)
+    assert len({v["lr"] for v in tried}) == len(tried)  # nothing twice
+    beside = {line.beside(best["lr"], way) for way in (1, -1)}
+    assert beside <= {begin, *(v["lr"] for v in tried)}  # both neighbours are known to be worse
+
+
+def test_a_walk_ends_at_the_last_value_and_shuns_what_diverges() -> None:
+    line = Line(0.5, values=(0.0, 0.3, 0.5, 0.8))
+    best, _, tried = walked(walk_line(line, "m", {"m": 0.5}, 2.0), lambda v: math.nan if v["m"] == 0.8 else 1 + v["m"])
+    assert best == {"m": 0.0}
+    assert [v["m"] for v in tried] == [0.8, 0.3, 0.0]
+
+
+def test_a_row_is_walked_line_by_line_from_what_it_is_given() -> None:
+    plan = Plan({}, {}, {"lr": Line(1.0, factor=2.0), "gain": Line(1.0, factor=2.0)})
+
+    def loss(v: dict[str, float]) -> float:  # a valley that runs aslant
+        x, y = math.log2(v["lr"]) - 1, math.log2(v["gain"]) - 2
+        return x**2 + y**2 + x * y / 2 + v["std"]
+
+    row = Row("method", ("lr", "gain", "lr", "gain"))
+    best, found, tried = walked(walk_row(plan, row, {"std": 0.0}), loss)
+    assert best == {"lr": 2.0, "gain": 4.0, "std": 0.0}
+    assert found == 0
+    assert tried[0] == {"lr": 1.0, "gain": 1.0, "std": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rungs": {"a": {"seeds": 1, "tuned_at": "z"}}}, "no rung to tune a at named 'z'"),
+        ({"rows": {"one": {"from": "two"}, "two": {}}}, "rows.one begins from 'two', which must stand before it"),
+        ({"rows": {"one": {"lines": ["ln"]}}}, "no line of rows.one named 'ln'"),
+        ({"rows": {"one": {"line": ["lr"]}}}, "unknown key rows.one.line in plan.yaml; did you mean 'lines'"),
+        ({"lines": {"lr": {"begin": 1.0}}}, "a line needs either a factor above 1 or values"),
+        ({"lines": {"lr": {"begin": 1.0, "values": [2.0]}}}, "must ascend and hold where it begins, 1.0"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused(change: dict, message: str, tmp_path: Path) -> None:
+    plan = {"rungs": {}, "rows": {"one": {}}, "lines": {"lr": {"begin": 1.0, "factor": 2.0}}} | change
+    (tmp_path / "plan.yaml").write_text(yaml.safe_dump(plan))
+    with pytest.raises(ConfigError, match=message):
+        read_plan(tmp_path / "plan.yaml")
+
+
+def test_the_plan_is_in_the_regime_that_it_promises() -> None:
+    """20 tokens per parameter, 512 per replica and step, 100 rounds from 0.33M on; pairs differ in the method alone."""
+    plan = LADDER.plan
+    for rung in plan.rungs.values():
+        for name in rung.rows:
+            point = LADDER.trial(plan.rows[name], rung.name, {line: entry.begin for line, entry in plan.lines.items()})
+            config = point.config
+            t = config.train
+            tokens = t.steps * t.global_batch * t.seq_len
+            assert 19 < tokens / parameters(config.model).total < 20.5, point.title
+            assert config.local_batch * t.seq_len >= 512
+            assert t.eval_split == "tuning"
+            if config.exchanges_parameters and rung.name != "0.12M":
+                rounds = t.steps // config.method.sync_every_steps
+                assert rounds >= (30 if name == "streaming/h100" else 100), point.title
+            base = "data_parallel/doubled" if t.global_batch == 32 else "data_parallel/batch"
+            yardstick = LADDER.trial(plan.rows[base], rung.name, {}).config
+            assert (t.steps, t.global_batch, config.data) == (
+                yardstick.train.steps,
+                yardstick.train.global_batch,
+                yardstick.data,
+            )
+
+
+def test_gain_and_momentum_are_settings_of_the_outer_step() -> None:
+    rows = LADDER.plan.rows
+    values = {"lr": 0.01, "gain": 2.4, "momentum": 0.5, "embedding": 0.3, "warmup": 0.1}
+    nesterov, pulled, average = (
+        LADDER.trial(rows[name], "0.12M", values).config for name in ("diloco/m2", "noloco/m4", "averaging")
+    )
+    assert (nesterov.method.outer_lr, nesterov.method.outer_momentum, nesterov.method.outer_pull) == (1.2, 0.5, 0.0)
+    assert (pulled.method.outer_lr, pulled.method.outer_pull) == (1.2, 1.2)
+    assert average.method.outer_lr == 1.0
+    assert (nesterov.train.lr, nesterov.train.warmup_steps, nesterov.model.embedding_std) == (0.01, 112, 0.3)
+
+
+PARAMS = """
+scale: a
+corpora:
+  rows: {source: json, path: rows.jsonl}
+scales:
+  smoke: &small
+    model: {dim: 8, layers: 2, heads: 2, ffn_dim: 16, vocab_size: 300, seq_len: 16}
+    data: &data {vocab_size: 300, validation_percent: 10, tuning_percent: 10}
+    train: &train
+      {steps: 8, global_batch: 4, seq_len: 16, lr: 0.01, warmup_steps: 2, eval_every: 0, eval_sequences: 8}
+    checkpoint: {every_steps: 5}
+    sizes: {ladder: {base: {}}}
+  a:
+    <<: *small
+    train: {<<: *train, steps: 12}
+  b:
+    <<: *small
+    train: {<<: *train, steps: 16}
+methods:
+  none: {exchange: none}
+  diloco: {exchange: parameters, sync_every_steps: 4, outer: nesterov, outer_lr: 0.7, outer_momentum: 0.9}
+runs:
+  plain: {method: none, corpus: rows, replicas: 1, sizes: ladder, seeds: [0]}
+  diloco:
+    {method: diloco, corpus: rows, replicas: 2, sizes: ladder, seeds: [0], variants: {m2: {}, m4: {replicas: 4}}}
+"""
+PLAN = """
+rungs:
+  a: {seeds: 2, tuned_at: a}
+  b: {seeds: 1, tuned_at: a, rows: [plain, diloco/m2]}
+rows:
+  plain: {lines: [lr]}
+  diloco/m2: {from: plain, lines: [gain, momentum]}
+  diloco/m4: {from: diloco/m2}
+lines:
+  lr: {begin: 0.01, values: [0.001, 0.01, 0.02]}
+  gain: {begin: 1.0, values: [1.0, 2.0]}
+  momentum: {begin: 0.9, values: [0.9, 1.0]}  # 1.0 is refused
+"""
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Ladder:
+    """A ladder of two rungs and three rows, whose points take a second."""
+    ladder = Ladder(tmp_path / "ladder", tmp_path / "build", tmp_path / "results")
+    ladder.folder.mkdir()
+    rows = [{"text": f"row {i} counts {i * i} things, {i % 7} of them anew, in plain words"} for i in range(600)]
+    (ladder.folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (ladder.folder / "params.yaml").write_text(PARAMS)
+    (ladder.folder / "plan.yaml").write_text(PLAN)
+    return ladder
+
+
+def outcomes(ladder: Ladder) -> dict[str, tuple[float, int]]:
+    """The loss of each point, and when it was written."""
+    files = sorted(ladder.results.rglob("*.json"))
+    return {
+        str(f.relative_to(ladder.results)): (json.loads(f.read_text())["val_loss"], f.stat().st_mtime_ns) for f in files
+    }
+
+
+def anew(ladder: Ladder) -> Ladder:
+    """The same ladder as a new process would see it."""
+    return Ladder(ladder.folder, ladder.build, ladder.results)
+
+
+@pytest.mark.longest
+def test_points_are_those_of_plain_runs_and_none_is_done_again(small: Ladder, capsys: pytest.CaptureFixture) -> None:
+    for words in (["tune", "a"], ["train", "a"], ["train", "b"]):
+        assert main(words, small) == 0, capsys.readouterr().err
+    done = outcomes(small)
+    assert sum(name.startswith("points/a/") for name in done) == 6
+    assert sum(name.startswith("points/b/") for name in done) == 2
+    tuned = small.read_tuned("a")
+    trials = {name: loss for name, (loss, _) in done.items() if name.startswith("tuning/a/plain/")}
+    assert len(trials) >= 2
+    assert f"lr={tuned['plain']['values']['lr']:g}" in min(trials, key=trials.get)
+    assert set(tuned["diloco/m4"]["values"]) == {"lr", "gain", "momentum"}
+    assert tuned["diloco/m2"]["values"]["momentum"] == 0.9
+    for point in small.results_at("b"):  # transferred as it was found at "a", and on the validation split
+        assert dict(point.values) == tuned[point.row.name]["values"]
+        assert point.config.train.eval_split == "validation"
+        plain = train_in_threads(point.config, point.data, small.build / "again" / point.row.name)
+        assert plain["val_loss"] == point.read()["val_loss"]
+    assert f"{'plain':30}{len(trials):7}   2 of 2   " in listed(small)
+
+    for words in (["tune", "a"], ["train", "a"], ["train", "b"]):  # on another machine, even
+        assert main(words, anew(small)) == 0
+    assert outcomes(small) == done
+
+    params = small.folder / "params.yaml"
+    params.write_text(params.read_text().replace("sync_every_steps: 4", "sync_every_steps: 3"))
+    assert main(["train", "b"], anew(small)) == 0
+    changed = {name for name, outcome in outcomes(small).items() if outcome != done[name]}
+    assert changed == {"points/b/diloco/m2/seed0.json"}
+
+    assert main(["train", "c"], small) == 1
+    assert "no rung named 'c'" in capsys.readouterr().err
+    assert main(["tune", "b"], small) == 1
+    assert "rung b takes what was found at a: nothing is tuned at it" in capsys.readouterr().err
+
+
+@pytest.mark.longest
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the workers in /proc")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_ladder_that_is_killed_goes_on(number: signal.Signals, small: Ladder) -> None:
+    """What was done is kept as it is, the workers end too, and a second call does the rest."""
+    params = small.folder / "params.yaml"
+    params.write_text(params.read_text().replace("steps: 12", "steps: 150"))
+    assert main(["prepare"], small) == 0
+    here = f"Ladder(Path({str(small.folder)!r}), Path({str(small.build)!r}), Path({str(small.results)!r}))"
+    script = small.folder.parent / "tune.py"
+    script.write_text(
+        "from pathlib import Path\nfrom pipelines.ladder.__main__ import main\n"
+        "from pipelines.ladder.plan import Ladder\n"
+        f"if __name__ == '__main__':\n    raise SystemExit(main(['tune', 'a'], {here}))\n"
+    )
+    child = subprocess.Popen([sys.executable, str(script)], env=clean_environment())
+    deadline = time.monotonic() + 60
+    while not (first := outcomes(small)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    workers = [int(p) for p in Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split()]
+    child.send_signal(number)
+    assert child.wait(60) == (1 if number == signal.SIGTERM else -number)
+    while any(Path(f"/proc/{pid}").exists() for pid in workers) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
+    assert first
+    assert main(["tune", "a"], anew(small)) == 0
+    after = outcomes(small)
+    assert first.items() <= after.items()
+    assert len(after) > len(first)

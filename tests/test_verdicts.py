@@ -1,0 +1,145 @@
+"""The one rule, with effects that were planted: what is there is found, what is not is not, and how often."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from pipelines.verdicts import (
+    BORNE_OUT,
+    DIRECTION,
+    NOT_BORNE_OUT,
+    NOT_RESOLVED,
+    Claim,
+    Evidence,
+    Paired,
+    Regime,
+    equal,
+    fact,
+    holm,
+    judge,
+    lower,
+    no_worse,
+    quantile,
+    student,
+    together,
+)
+
+
+def planted(effect: float, *, seeds: int = 5, noise: float = 0.002, seed: int = 0) -> Paired:
+    """Runs a = b (1 + effect), both with the luck of their seed (20 times the noise), each with noise of its own."""
+    rng = np.random.default_rng(seed)
+    luck = 3 * np.exp(rng.normal(0, 20 * noise, seeds))
+    b, a = luck * np.exp(rng.normal(0, noise, seeds)), luck * (1 + effect) * np.exp(rng.normal(0, noise, seeds))
+    return Paired.of(dict(enumerate(a)), dict(enumerate(b)))
+
+
+def outcome(evidence: Evidence | None, **more: object) -> str:
+    return judge([Claim("it is so", "it is", evidence, **more)])[0]
+
+
+@pytest.mark.parametrize(
+    ("freedom", "level", "expected"),
+    [(1, 0.975, 12.706), (2, 0.975, 4.303), (3, 0.95, 2.353), (4, 0.975, 2.776), (9, 0.995, 3.250), (30, 0.975, 2.042)],
+)
+def test_students_t_is_that_of_the_tables(freedom: int, level: float, expected: float) -> None:
+    assert quantile(level, freedom) == pytest.approx(expected, abs=5e-4)
+    assert quantile(1 - level, freedom) == pytest.approx(-expected, abs=5e-4)
+    assert student(expected, freedom) == pytest.approx(level, abs=1e-4)
+    assert student(0.0, freedom) == 0.5
+
+
+def test_pairs_are_of_one_seed() -> None:
+    pairs = Paired.of({0: 2.0, 1: 4.0, 7: 9.0}, {1: 4.0, 0: 1.0, 3: 5.0})
+    assert (pairs.seeds, pairs.mean) == (2, pytest.approx(math.log(2) / 2))
+    low, high = pairs.interval()
+    assert (low + high) / 2 == pytest.approx(pairs.mean)
+    assert high - low == pytest.approx(2 * 12.706 * math.log(2) / math.sqrt(2) / math.sqrt(2), rel=1e-4)
+    with pytest.raises(ValueError, match=r"no seed is of both sides: \[0\] and \[1\]"):
+        Paired.of({0: 1.0}, {1: 1.0})
+
+
+def test_a_planted_effect_is_borne_out_one_way_and_not_the_other() -> None:
+    """Of 2 %, behind luck that is twice as large: pairs see it, two separate means would not."""
+    assert outcome(lower(planted(-0.02))) == BORNE_OUT
+    assert outcome(lower(planted(+0.02))) == NOT_BORNE_OUT
+    assert outcome(no_worse(planted(-0.02))) == BORNE_OUT
+    assert outcome(no_worse(planted(+0.02), 0.01)) == NOT_BORNE_OUT
+    assert outcome(equal(planted(+0.02), 0.01)) == NOT_BORNE_OUT
+    assert outcome(equal(planted(-0.02), 0.01)) == NOT_BORNE_OUT
+
+
+def test_no_effect_is_no_loss_only_by_a_margin_that_can_be_told() -> None:
+    """Absence of evidence is no evidence of absence: without a difference `lower` is not resolved, `equal` is."""
+    assert outcome(lower(planted(0.0))) == NOT_RESOLVED
+    assert outcome(equal(planted(0.0), 0.01)) == BORNE_OUT
+    assert outcome(equal(planted(0.0), 0.0005)) == NOT_RESOLVED
+    assert outcome(equal(planted(0.0, noise=0.02), 0.01)) == NOT_RESOLVED
+    assert outcome(equal(Paired(3, 0.0, 0.0), 0.001)) == BORNE_OUT  # bit-identical runs
+
+
+def test_a_tiny_effect_is_borne_out_in_direction_only() -> None:
+    """The paper prints 2 %; a resolved 0.4 % is not that, 1.5 % is, 9 % is not."""
+    for effect, expected in ((0.004, DIRECTION), (0.015, BORNE_OUT), (0.09, DIRECTION)):
+        assert outcome(lower(planted(-effect, noise=0.0005)), published=0.02) == expected
+    with pytest.raises(ValueError, match="has a published size 0.02 and an effect None"):
+        outcome(fact(True), published=0.02)
+
+
+def test_one_seed_judges_nothing() -> None:
+    one = planted(-0.5, seeds=1)
+    for evidence in (lower(one), equal(one, 0.1), no_worse(one)):
+        assert outcome(evidence) == "Outside this regime (one seed)"
+    assert all(map(math.isnan, one.interval()))
+
+
+def test_nothing_is_judged_outside_the_regime() -> None:
+    """However clear it looks; and it does not count among the claims that are."""
+    needed = Regime(seeds=3, rounds=100, tokens_per_parameter=20)
+    lacking = Regime(seeds=3, rounds=37.2, tokens_per_parameter=7).lacks(needed)
+    assert lacking == "37.2 rounds of 100, 7 tokens per parameter of 20"
+    assert Regime(3, 100, 20, 512).lacks(needed) == ""
+    clear = lower(planted(-0.5))
+    assert outcome(clear, outside=lacking) == f"Outside this regime ({lacking})"
+    assert outcome(None) == "Outside this regime (nothing was run for it)"
+    others = [Claim("so", "it is", clear, outside="one rank")] * 50
+    assert judge([Claim("so", "it is", Evidence(0.04, 0.96)), *others])[0] == BORNE_OUT
+
+
+def test_holm_by_hand() -> None:
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.9, 0.8]) == [1.0, 1.0]
+    assert holm([0.02, math.nan, 0.03]) == pytest.approx([0.04, math.nan, 0.04], nan_ok=True)
+    assert holm([]) == []
+
+
+def test_many_true_nulls_bear_nothing_out() -> None:
+    """20 claims of effects that are not there: one paper in 20 at most says anything; uncorrected, most would."""
+    said = plain = 0
+    for paper in range(200):
+        claims = [Claim("it is lower", "seen", lower(planted(0.0, seed=1000 * paper + claim))) for claim in range(20)]
+        said += any(told != NOT_RESOLVED for told in judge(claims))
+        plain += any(min(c.evidence.p_for, c.evidence.p_against) < 0.05 for c in claims)
+    assert said <= 30  # 10 expected on each side at most
+    assert plain > 100
+
+
+def test_a_true_effect_survives_the_correction() -> None:
+    claims = [Claim("it is lower", "seen", lower(planted(0.0, seed=i))) for i in range(9)]
+    claims.append(Claim("it is lower", "seen", lower(planted(-0.05))))
+    assert judge(claims)[-1] == BORNE_OUT
+
+
+def test_what_must_hold_together_fails_with_one() -> None:
+    good, bad, open_ = Evidence(0.001, 0.999), Evidence(0.999, 0.001), Evidence(0.4, 0.6)
+    assert outcome(together(good, good)) == BORNE_OUT
+    assert outcome(together(good, bad)) == NOT_BORNE_OUT
+    assert outcome(together(good, open_)) == NOT_RESOLVED
+    assert together(*[Evidence(0.9, 0.04)] * 3).p_against == pytest.approx(0.12)
+    assert outcome(together(good, fact(False))) == NOT_BORNE_OUT
+    assert outcome(together(good, fact(True))) == BORNE_OUT
+    assert outcome(together(bad, lower(planted(0.1, seeds=1)))) == "Outside this regime (one seed)"
+    with pytest.raises(ValueError, match="nothing to judge together"):
+        together()
