@@ -2,8 +2,6 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 export PYTHONWARNINGS := ignore::DeprecationWarning,ignore::SyntaxWarning
-# Tests also wait (for ranks that end, links that are slow), so there is one worker more than there are cores.
-export PYTEST_XDIST_AUTO_NUM_WORKERS ?= $(shell $(PYTHON) -c 'import os; print(os.cpu_count() + 1)')
 
 .PHONY: help repro ladder test lab bench lint lock
 .DEFAULT_GOAL := help

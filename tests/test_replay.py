@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lowcomm.comm import world as worlds
 from lowcomm.comm.config import CommConfig
 from lowcomm.comm.start import run_threads
 from lowcomm.comm.wire import Span
@@ -18,6 +19,7 @@ from lowcomm.experiment.run_folder import RunFolder
 from lowcomm.experiment.train import train_in_threads
 from lowcomm.experiment.trainer import Trainer
 from tests.conftest import small_run
+from tests.harness import OnlyTheLink
 
 
 def _span(rank: int, number: int, submitted: float, finished: float, entered: float, **other: Any) -> Span:
@@ -109,17 +111,18 @@ def test_overlap_hides_the_transfer_over_a_real_link(corpus: Path, tmp_path: Pat
     assert float(recorded(together).utilisation) > float(recorded(apart).utilisation)
 
 
-def test_a_replay_at_another_rate_is_a_run_at_that_rate(monkeypatch) -> None:
-    """Virtual clocks: what ranks compute is slept, so that two runs compute alike."""
+def test_a_replay_at_another_rate_is_a_run_at_that_rate() -> None:
+    """On clocks on which computing takes what is counted, so that two runs compute alike."""
 
     def work(world: World) -> list[Span]:
+        world.clock = OnlyTheLink()
         x = np.ones(1)
         for step in range(6):
             world.step = step
             handle = world.mean_async(tensor(250_000), purpose="outer")
-            time.sleep(0.02 * (1 + world.rank))
+            world.clock.time += 0.02 * (1 + world.rank)
             x += handle.wait()[0].item()
-            time.sleep(0.01)
+            world.clock.time += 0.01
         return world.trace.spans
 
     def tensor(n: int):
@@ -134,8 +137,8 @@ def test_a_replay_at_another_rate_is_a_run_at_that_rate(monkeypatch) -> None:
     fast, slow = over(1000), over(100)
     for traces, gbit_per_s, truth in ((fast, 1.0, fast), (slow, 0.1, slow), (fast, 0.1, slow), (slow, 1.0, fast)):
         again = replay(traces, gbit_per_s, latency_s=0.002)
-        assert float(again.seconds) == pytest.approx(float(recorded(truth).seconds), rel=0.1)
-        assert float(again.utilisation) == pytest.approx(float(recorded(truth).utilisation), rel=0.1)
+        assert float(again.seconds) == pytest.approx(float(recorded(truth).seconds))
+        assert float(again.utilisation) == pytest.approx(float(recorded(truth).utilisation))
 
 
 def test_messages_by_hand() -> None:
@@ -148,16 +151,17 @@ def test_messages_by_hand() -> None:
     assert np.allclose(replay([sender, receiver], [1.0], latency_s=0.5).seconds, [3.5])
 
 
-def test_a_pipeline_is_replayed_at_another_rate(corpus: Path, tmp_path: Path, monkeypatch) -> None:
+def test_a_pipeline_is_replayed_at_another_rate(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """NoLoCo over a randomly routed pipeline: messages, pairs and the norm's sum, from one trace to another link."""
     method = {"peers": "group", "outer": "noloco", "outer_lr": 0.7, "outer_momentum": 0.5, "outer_pull": 0.7}
     inner = Trainer._clip
 
     def steady(self: Trainer) -> Any:
-        time.sleep(0.03)
+        self.world.clock.time += 0.03
         return inner(self)
 
     monkeypatch.setattr(Trainer, "_clip", steady)
+    monkeypatch.setattr(worlds, "VirtualClock", OnlyTheLink)
     found = {}
     for mbit_per_s in (200, 20):
         config = small_run(
@@ -174,5 +178,5 @@ def test_a_pipeline_is_replayed_at_another_rate(corpus: Path, tmp_path: Path, mo
     truth, other = recorded(found[20]), recorded(found[200])
     again = replay(found[200], 0.02, latency_s=0.002)
     assert float(truth.seconds) > 1.3 * float(other.seconds)
-    assert float(again.seconds) == pytest.approx(float(truth.seconds), rel=0.1)
-    assert float(again.utilisation) == pytest.approx(float(truth.utilisation), rel=0.1)
+    assert float(again.seconds) == pytest.approx(float(truth.seconds), rel=1e-3)
+    assert float(again.utilisation) == pytest.approx(float(truth.utilisation), rel=1e-3)
