@@ -64,11 +64,11 @@ def test_a_row_is_walked_line_by_line_from_what_it_is_given() -> None:
         x, y = math.log2(v["lr"]) - 1, math.log2(v["gain"]) - 2
         return x**2 + y**2 + x * y / 2 + v["std"]
 
-    row = Row("method", ("lr", "gain", "lr", "gain"))
+    row = Row("method", ("lr", "gain", "lr", "gain"), begin=(("gain", 16.0), ("std", 9.0)))
     best, found, tried = walked(walk_row(plan, row, {"std": 0.0}), loss)
     assert best == {"lr": 2.0, "gain": 4.0, "std": 0.0}
     assert found == 0
-    assert tried[0] == {"lr": 1.0, "gain": 1.0, "std": 0.0}
+    assert tried[0] == {"lr": 1.0, "gain": 16.0, "std": 0.0}  # the row's own beginning, and what is known already
 
 
 @pytest.mark.parametrize(
@@ -77,6 +77,7 @@ def test_a_row_is_walked_line_by_line_from_what_it_is_given() -> None:
         ({"rungs": {"a": {"seeds": 1, "tuned_at": "z"}}}, "no rung to tune a at named 'z'"),
         ({"rows": {"one": {"from": "two"}, "two": {}}}, "rows.one begins from 'two', which must stand before it"),
         ({"rows": {"one": {"lines": ["ln"]}}}, "no line of rows.one named 'ln'"),
+        ({"rows": {"one": {"begin": {"gian": 1.0}}}}, "no line of rows.one named 'gian'"),
         ({"rows": {"one": {"line": ["lr"]}}}, "unknown key rows.one.line in plan.yaml; did you mean 'lines'"),
         ({"lines": {"lr": {"begin": 1.0}}}, "a line needs either a factor above 1 or values"),
         ({"lines": {"lr": {"begin": 1.0, "values": [2.0]}}}, "must ascend and hold where it begins, 1.0"),

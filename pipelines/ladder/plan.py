@@ -62,12 +62,14 @@ class Line:
 class Row:
     """A method of the ladder.
 
-    lines: its numbers, in the order in which they are tuned. start: the row whose values it begins with.
+    lines: its numbers, in the order in which they are tuned. start: the row whose values it begins with. begin: where
+    lines begin that begin elsewhere in this row.
     """
 
     name: str
     lines: tuple[str, ...] = ()
     start: str = ""
+    begin: tuple[tuple[str, float], ...] = ()
 
     @property
     def run(self) -> str:
@@ -120,9 +122,10 @@ def read_plan(path: Path) -> Plan:
         _only(entry, {"begin", "factor", "values"}, f"lines.{name}")
         lines[name] = Line(entry["begin"], entry.get("factor", 0.0), tuple(entry.get("values", ())))
     for name, entry in told["rows"].items():
-        _only(entry, {"from", "lines"}, f"rows.{name}")
-        row = Row(name, tuple(entry.get("lines", ())), entry.get("from", ""))
-        for line in row.lines:
+        _only(entry, {"from", "lines", "begin"}, f"rows.{name}")
+        begin = entry.get("begin", {})
+        row = Row(name, tuple(entry.get("lines", ())), entry.get("from", ""), tuple(begin.items()))
+        for line in (*row.lines, *begin):
             pick(lines, line, f"line of rows.{name}")
         if row.start and row.start not in rows:
             raise ConfigError(f"rows.{name} begins from {row.start!r}, which must stand before it")

@@ -44,7 +44,7 @@ def walk_line(line: Line, name: str, values: dict[str, float], loss: float) -> W
 
 def walk_row(plan: Plan, row: Row, start: Values) -> Walk:
     """Walk along all lines of a row, from the values `start`; of what is not among them, from where lines begin."""
-    values = {name: plan.lines[name].begin for name in row.lines} | dict(start)
+    values = {name: plan.lines[name].begin for name in row.lines} | dict(row.begin) | dict(start)
     loss = yield dict(values)
     for name in row.lines:
         values, loss = yield from walk_line(plan.lines[name], name, values, loss)
