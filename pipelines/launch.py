@@ -9,6 +9,7 @@ half to two thirds of the time that processes take, which would wait for each ot
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import html
 import json
@@ -32,12 +33,24 @@ from lowcomm.experiment.source import sha256, source_digest
 from pipelines.project import BUILD, PROJECT, ROOT, data_dir, run_config, run_points, runs_dir
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from lowcomm.experiment.config import RunConfig
 
 #: glibc gives large blocks back to the system after each step and faults them in anew; keeping them saves a tenth.
 KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(2**31 - 1), "MALLOC_MMAP_THRESHOLD_": str(2**25)}
+
+
+@contextlib.contextmanager
+def environment(wanted: Mapping[str, str]) -> Iterator[None]:
+    """Set variables of this process' environment, which children that it starts inherit; put them back at the end."""
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ |= wanted
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 class LaunchError(RuntimeError):
@@ -138,7 +151,7 @@ class Job:
 
     @property
     def words(self) -> list[str]:
-        """What `lowcomm.train` takes to train it."""
+        """Return the words of the command line with which `lowcomm.train` trains it."""
         c = self.config
         words = [c.name, "--scale", c.scale, "--seed", str(c.seed), "--data", str(self.data)]
         words += ["--out", str(self.folder.out), "--times", str(self.folder.times)]

@@ -22,7 +22,6 @@ import functools
 import hashlib
 import json
 import multiprocessing
-import os
 import shutil
 import sys
 import time
@@ -34,7 +33,7 @@ from tqdm import tqdm
 
 from lowcomm.experiment.run_folder import RunFolder
 from lowcomm.experiment.source import sha256, source_digest
-from pipelines.launch import cores
+from pipelines.launch import cores, environment
 from pipelines.project import PROJECT, record_seconds
 
 if TYPE_CHECKING:
@@ -105,19 +104,16 @@ def train_all(project: Project = PROJECT) -> list[RunConfig]:
     ]
     if not corpora and not todo:
         return configs
-    before = {name: os.environ.get(name) for name in PORTABLE}
-    os.environ |= PORTABLE  # of the processes that are spawned, before they load torch
-    try:
-        with ProcessPoolExecutor(cores(), mp_context=multiprocessing.get_context("spawn")) as pool:
-            list(pool.map(functools.partial(_prepare, project), corpora))
-            for config in todo:
-                folder_of(config, project).clear()
-            longest = sorted(todo, key=lambda c: -c.ranks * c.train.steps)
-            done = pool.map(functools.partial(_train, project), longest)
-            list(tqdm(done, total=len(todo), desc="probes", mininterval=5.0))
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
+    with (
+        environment(PORTABLE),  # of the processes that are spawned, before they load torch
+        ProcessPoolExecutor(cores(), mp_context=multiprocessing.get_context("spawn")) as pool,
+    ):
+        list(pool.map(functools.partial(_prepare, project), corpora))
+        for config in todo:
+            folder_of(config, project).clear()
+        longest = sorted(todo, key=lambda c: -c.ranks * c.train.steps)
+        done = pool.map(functools.partial(_train, project), longest)
+        list(tqdm(done, total=len(todo), desc="probes", mininterval=5.0))
     return configs
 
 

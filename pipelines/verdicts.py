@@ -66,6 +66,11 @@ def quantile(probability: float, freedom: int) -> float:
     return math.tan(low)
 
 
+def log_ratios(a: Mapping[int, float], b: Mapping[int, float]) -> list[float]:
+    """Return ln(a / b) of the seeds that both sides have, in their order."""
+    return [math.log(a[seed] / b[seed]) for seed in sorted(a.keys() & b.keys())]
+
+
 @dataclass(frozen=True)
 class Paired:
     """Differences of pairs of runs: how many, their mean and deviation. d = ln(a / b), so 0.01 is 1 % of the loss."""
@@ -77,10 +82,8 @@ class Paired:
     @classmethod
     def of(cls, a: Mapping[int, float], b: Mapping[int, float]) -> Paired:
         """Pair losses by their seeds; those that only one side has are left out. Raises ValueError without any pair."""
-        both = sorted(a.keys() & b.keys())
-        if not both:
+        if not (found := log_ratios(a, b)):
             raise ValueError(f"no seed is of both sides: {sorted(a)} and {sorted(b)}")
-        found = [math.log(a[seed] / b[seed]) for seed in both]
         return cls(len(found), statistics.mean(found), statistics.stdev(found) if len(found) > 1 else math.nan)
 
     def below(self, bound: float) -> float:
@@ -102,7 +105,9 @@ class Paired:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What runs say for a claim, and against it: probabilities, before any correction; NaN where one seed says nothing.
+    """The probabilities with which runs speak for a claim and against it, before any correction.
+
+    Both are NaN where there is one seed, which says nothing.
 
     effect: the size of what was seen, in the units of the paper's; None where a claim has no size.
     """

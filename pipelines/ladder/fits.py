@@ -25,7 +25,7 @@ from numpy.typing import ArrayLike, NDArray
 from lowcomm.model.accounting import parameters
 from lowcomm.settings import ConfigError
 from pipelines.ladder.plan import Ladder
-from pipelines.verdicts import Paired, quantile, student
+from pipelines.verdicts import Paired, log_ratios, quantile, student
 
 #: Exponents of the law of loss: the likely one, as of published fits, and the highest; the lowest leaves no floor.
 LIKELY, HIGHEST = 0.34, 0.6
@@ -52,7 +52,7 @@ class Cell:
     @property
     def gaps(self) -> list[float]:
         """Each seed's gap."""
-        return [math.log(self.losses[s] / self.base[s]) for s in sorted(self.losses.keys() & self.base.keys())]
+        return log_ratios(self.losses, self.base)
 
 
 def read_cells(ladder: Ladder) -> list[Cell]:
@@ -123,9 +123,9 @@ class Fit:
         return likely, likely - off, likely + off
 
 
-def fit_row(cells: Sequence[Cell], row: str, *, below: float = math.inf) -> Fit:
-    """Fit the gaps of a row, of all sizes below a bound."""
-    pairs = [(c.parameters, gap) for c in cells if c.row == row and c.parameters < below for gap in c.gaps]
+def fit_row(cells: Sequence[Cell], row: str) -> Fit:
+    """Fit the gaps of a row over all its sizes."""
+    pairs = [(c.parameters, gap) for c in cells if c.row == row for gap in c.gaps]
     return Fit.of(*zip(*pairs, strict=True)) if pairs else Fit.of([], [])
 
 
@@ -183,7 +183,7 @@ def register(ladder: Ladder, rung: str, published: Mapping[str, float]) -> dict[
     published: names of sizes -> parameters. Raises ConfigError where the rung has points, as that would be no
     prediction.
     """
-    if sorted((ladder.results / "points" / rung).rglob("*.json")):
+    if any((ladder.results / "points" / rung).rglob("*.json")):
         raise ConfigError(f"points of {rung} have been trained already: what is known is not predicted")
     plan, cells = ladder.plan, read_cells(ladder)
     there = plan.rungs[rung]

@@ -216,7 +216,10 @@ class Ladder:
         return self.results / "tuned" / f"{rung}.yaml"
 
     def read_tuned(self, rung: str) -> dict[str, dict[str, Any]]:
-        """What tuning found at a rung, by row: "values", "tuning_loss", "trials". Raises ConfigError without any."""
+        """Return what tuning found at a rung, by row: its "values", "tuning_loss" and number of "trials".
+
+        Raises ConfigError where the rung has not been tuned.
+        """
         if not (file := self.tuned_file(rung)).exists():
             raise ConfigError(f"{file} is missing: python -m pipelines.ladder tune {rung}")
         return yaml.safe_load(file.read_text())

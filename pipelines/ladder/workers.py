@@ -15,7 +15,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -24,7 +24,7 @@ from lowcomm.experiment import LAUNCHER_VARIABLE, SAVING_S
 from lowcomm.experiment.run_folder import RunFolder
 from lowcomm.experiment.source import source_digest
 from pipelines.ladder.plan import Point
-from pipelines.launch import KEEP_MEMORY, cores
+from pipelines.launch import KEEP_MEMORY, cores, environment
 
 #: Asks for points one after the other, is sent their outcomes, and returns the tasks that can begin when it has ended.
 Task = Generator[Point, dict[str, Any], list[Any]]
@@ -63,16 +63,8 @@ def train_point(point: Point) -> dict[str, Any] | None:
             return None
         loss = summary["val_loss"]
         outcome["val_loss"] = loss if math.isfinite(loss) else None
-        kept = (
-            "val_loss_first_replica",
-            "val_loss_replica_average",
-            "train_loss",
-            "tokens",
-            "parameters",
-            "sent_bytes",
-        )
-        outcome |= {key: summary[key] for key in kept if key in summary}
-        outcome |= {"environment": summary["environment"]}
+        kept = ("train_loss", "tokens", "parameters", "sent_bytes", "environment")
+        outcome |= {key: summary[key] for key in kept}
     outcome["seconds"] = round(time.perf_counter() - begin, 1)
     shutil.rmtree(folder.out, ignore_errors=True)
     shutil.rmtree(folder.times, ignore_errors=True)
@@ -91,23 +83,10 @@ def _work(pipe: Connection) -> None:
                 pipe.send((None, f"{type(error).__name__}: {error}"))
 
 
-@contextlib.contextmanager
-def _environment() -> Iterator[None]:
-    """What the workers find when they are spawned; as it was afterwards."""
-    wanted = KEEP_MEMORY | {"OMP_NUM_THREADS": "1", LAUNCHER_VARIABLE: str(os.getpid())}
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ |= wanted
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
-
-
 class Workers:
-    """As many processes as there are cores, one where there are GPUs; they start when the first point wants training.
+    """The processes that train points: one for each core, or a single one where there are GPUs.
 
-    Use it in a `with` statement.
+    They are started when the first point wants training. Use this in a `with` statement, which ends them.
     """
 
     def __init__(self) -> None:
@@ -117,7 +96,7 @@ class Workers:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
-        with _environment():
+        with environment(KEEP_MEMORY | {"OMP_NUM_THREADS": "1", LAUNCHER_VARIABLE: str(os.getpid())}):
             for _ in range(1 if shutil.which("nvidia-smi") else cores()):
                 ours, theirs = context.Pipe()
                 process = context.Process(target=_work, args=(theirs,))
