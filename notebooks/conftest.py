@@ -21,6 +21,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     if hasattr(session.config, "workerinput"):
         return
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # the kernels': there is one for each core
     source, params = source_digest(), load_params()
     data = {corpus: prepared(corpus, "smoke") for corpus in params["corpora"]}
     points = [point for run in params["runs"] for point in run_points(run, scale="smoke", params=params)]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lowcomm.experiment.config import CorpusConfig, DataConfig, RunConfig
 from lowcomm.experiment.data import prepare
@@ -14,6 +16,10 @@ from pipelines.project import load_params, run_config
 
 VOCAB = 400
 DATA = DataConfig("docstrings", VOCAB, max_characters=150_000)
+
+# A worker of pytest-xdist has a core; at these sizes a second thread of an operation only waits for it, and spins.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

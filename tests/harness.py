@@ -5,12 +5,18 @@ A case is a function `case(world, folder) -> JSON` in `tests/cases.py`.
 
 from __future__ import annotations
 
+import functools
 import json
 import multiprocessing
 import os
-import signal
 import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing import forkserver
+from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +26,7 @@ from torch.distributed import TCPStore
 from lowcomm.comm.config import CommConfig
 from lowcomm.comm.start import run_threads, world_from_torchrun
 from lowcomm.comm.wire import VirtualClock
+from pipelines.launch import environment
 from pipelines.project import ROOT
 
 
@@ -36,12 +43,83 @@ def as_threads(case: str, replicas: int, folder: Path, *, stages: int = 1, **com
     return json.loads(json.dumps(results))
 
 
-def train_in_processes(ranks: int, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """`lowcomm.train` to its end; output is captured, the exit status not checked."""
-    return subprocess.run(forked_command(ranks, *words), env=clean_environment(**environment), **_CAPTURE)
+def train_in_processes(ranks: int, *words: str) -> subprocess.CompletedProcess[str]:
+    """`lowcomm.train` to its end, a process for each rank; what it says is captured, the exit status not checked."""
+    return Group(command, *words, ranks=ranks).wait()
 
 
-_CAPTURE: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 240, "check": False}
+def command(*words: str) -> None:
+    """What `python -m lowcomm.train` does."""
+    from lowcomm.train import main
+
+    sys.exit(main(list(words)))
+
+
+@functools.cache
+def _context() -> BaseContext:
+    """How processes start: forked by a server that has imported torch, as that takes seconds; anew where GPUs are."""
+    if torch.cuda.device_count():
+        return multiprocessing.get_context("spawn")
+    multiprocessing.set_forkserver_preload(["lowcomm.train", "torch._dynamo", "tests.cases"])
+    with environment(clean_environment()):
+        forkserver.ensure_running()
+    return multiprocessing.get_context("forkserver")
+
+
+class Group:
+    """Processes that do the same work: one; or one for each of `ranks`, which find what torchrun would have told them.
+
+    Nobody ends the others when one fails, as torchrun would, so each has the time to say what it noticed.
+    """
+
+    def __init__(self, work: Callable[..., None], *args: Any, ranks: int | None = None, **more: str) -> None:
+        self._said = tempfile.NamedTemporaryFile("r")  # noqa: SIM115, as it is read at their end
+        self.processes = []
+        if ranks is not None:
+            self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._store.port)}
+            more |= meeting | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+            more |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+        for rank in range(ranks or 1):
+            mine = {} if ranks is None else {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            wanted = clean_environment(**more, **mine)
+            self.processes.append(
+                _context().Process(target=_begin, args=(self._said.name, wanted, work, args), daemon=True)
+            )
+            with environment(wanted):  # which a process that starts anew inherits
+                self.processes[-1].start()
+
+    @property
+    def is_alive(self) -> bool:
+        return any(process.is_alive() for process in self.processes)
+
+    def wait(self, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+        """Their end: an exit status that is not 0 if one has it, and all that they wrote. Too late, they are killed."""
+        deadline = time.monotonic() + timeout
+        for process in self.processes:
+            process.join(max(deadline - time.monotonic(), 0))
+        late = self.is_alive
+        self.kill(*self.processes)
+        text = self._said.read()
+        assert not late, f"no end in {timeout} s: {text}"
+        status = next((p.exitcode for p in self.processes if p.exitcode), 0)
+        return subprocess.CompletedProcess([], status, text, text)
+
+    def kill(self, *processes: BaseProcess) -> None:
+        """Send SIGKILL to some of the processes, and wait for their end."""
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.join()
+
+
+def _begin(said: str, wanted: dict[str, str], work: Callable[..., None], args: tuple[Any, ...]) -> None:
+    """The first that a process does."""
+    os.environ |= wanted
+    with Path(said).open("a") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    work(*args)
 
 
 class OnlyTheLink(VirtualClock):
@@ -58,10 +136,6 @@ class OnlyTheLink(VirtualClock):
         self.time = max(entered, finished)
 
 
-def forked_command(ranks: int, *words: str) -> list[str]:
-    return [sys.executable, "-m", "pipelines.forked", str(ranks), *words]
-
-
 def torchrun_command(ranks: int, *words: str) -> list[str]:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return [*torchrun, "-m", "lowcomm.train", *words]
@@ -73,59 +147,24 @@ def clean_environment(**more: str) -> dict[str, str]:
 
 
 def as_processes(case: str, replicas: int, folder: Path, *, stages: int = 1, **comm: Any) -> list[Any]:
-    """As `as_threads`, in processes; if one fails, all that they wrote is raised.
-
-    Nobody ends the others when one fails, as torchrun would, so each has the time to say what it noticed.
-    """
+    """As `as_threads`, in processes; if one fails, all that they wrote is raised."""
     ranks = replicas * stages
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    words = [sys.executable, "-m", "tests.harness", case, str(replicas), str(stages), str(folder), json.dumps(comm)]
-    group = subprocess.Popen(
-        words,
-        env=clean_environment(WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks), **meeting),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        said = group.communicate(timeout=240)[0]
-    except BaseException:  # too late, or interrupted: no rank is left behind
-        os.killpg(group.pid, signal.SIGKILL)
-        raise
-    if group.returncode:
-        raise RuntimeError(said)
+    done = Group(_run_case, case, replicas, stages, folder, comm, ranks=ranks).wait()
+    if done.returncode:
+        raise RuntimeError(done.stdout)
     return [json.loads((folder / f"{case}-{r}.json").read_text()) for r in range(ranks)]
 
 
-def _rank(case: str, replicas: str, stages: str, folder: str, comm: str) -> None:
+def _run_case(case: str, replicas: int, stages: int, folder: Path, comm: dict[str, Any]) -> None:
     """One rank of `as_processes`."""
     from tests import cases
 
-    world = world_from_torchrun(replicas=int(replicas), stages=int(stages), comm=CommConfig(**json.loads(comm)))
+    world = world_from_torchrun(replicas=replicas, stages=stages, comm=CommConfig(**comm))
     try:
-        result = getattr(cases, case)(world, Path(folder))
+        result = getattr(cases, case)(world, folder)
     except Exception as error:
         print(f"rank {world.rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         world.transport.abort(str(error))
         os._exit(3)
-    (Path(folder) / f"{case}-{world.rank}.json").write_text(json.dumps(result))
+    (folder / f"{case}-{world.rank}.json").write_text(json.dumps(result))
     world.close()
-
-
-def _forked(words: list[str]) -> int:
-    """All ranks, forked from this process, which has imported torch already; nonzero if one fails."""
-    context = multiprocessing.get_context("spawn" if torch.cuda.device_count() else "fork")
-    started = []
-    for rank in range(int(os.environ["WORLD_SIZE"])):
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        started.append(context.Process(target=_rank, args=words))
-        started[-1].start()
-    for process in started:
-        process.join()
-    return int(any(p.exitcode for p in started))
-
-
-if __name__ == "__main__":
-    sys.exit(_forked(sys.argv[1:]))

@@ -16,6 +16,8 @@ import yaml
 from lowcomm.experiment.train import train_in_threads
 from lowcomm.model.accounting import parameters
 from lowcomm.settings import ConfigError
+from pipelines import probes
+from pipelines.ladder import workers
 from pipelines.ladder.__main__ import listed, main
 from pipelines.ladder.plan import LADDER, Ladder, Line, Plan, Row, read_plan
 from pipelines.ladder.tune import walk_line, walk_row
@@ -168,8 +170,10 @@ lines:
 
 
 @pytest.fixture
-def small(tmp_path: Path) -> Ladder:
-    """A ladder of two rungs and three rows, whose points take a second."""
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ladder:
+    """A ladder of two rungs and three rows, whose points take a second; of workers, which take longer, there is one."""
+    for module in (probes, workers):
+        monkeypatch.setattr(module, "cores", lambda: 1)
     ladder = Ladder(tmp_path / "ladder", tmp_path / "build", tmp_path / "results")
     ladder.folder.mkdir()
     rows = [{"text": f"row {i} counts {i * i} things, {i % 7} of them anew, in plain words"} for i in range(600)]
@@ -248,12 +252,12 @@ def test_a_ladder_that_is_killed_goes_on(number: signal.Signals, small: Ladder) 
     deadline = time.monotonic() + 60
     while not (first := outcomes(small)) and time.monotonic() < deadline:
         time.sleep(0.02)
-    workers = [int(p) for p in Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split()]
+    started = [int(p) for p in Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split()]
     child.send_signal(number)
     assert child.wait(60) == (1 if number == signal.SIGTERM else -number)
-    while any(Path(f"/proc/{pid}").exists() for pid in workers) and time.monotonic() < deadline:
+    while any(Path(f"/proc/{pid}").exists() for pid in started) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in started)
     assert first
     assert main(["tune", "a"], anew(small)) == 0
     after = outcomes(small)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -11,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -29,9 +29,8 @@ from lowcomm.experiment.trainer import Trainer, learning_rate
 from lowcomm.model.decoder import Decoder
 from lowcomm.settings import ConfigError
 from tests.conftest import command_line, small_run
-from tests.harness import Crash, clean_environment, forked_command, torchrun_command, train_in_processes
+from tests.harness import Crash, Group, clean_environment, command, torchrun_command, train_in_processes
 
-THREADS = [sys.executable, "-m", "lowcomm.train"]
 DETERMINED = ("summary.json", "model.safetensors", "metrics/rank-000.jsonl", "metrics/rank-001.jsonl")
 
 
@@ -93,78 +92,51 @@ def test_resume_at_any_step_is_the_uninterrupted_run(run: str, crash_at: int, co
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
-def _wait_for_step(out: Path, step: int, child: subprocess.Popen) -> None:
+def _wait_for_step(out: Path, step: int, lives: Callable[[], bool]) -> None:
     metrics = out / "metrics" / "rank-000.jsonl"
     deadline = time.monotonic() + 60
-    while child.poll() is None and time.monotonic() < deadline:
+    while lives() and time.monotonic() < deadline:
         if metrics.exists() and metrics.read_bytes().count(b"\n") >= step:
             return
         time.sleep(0.001)
 
 
-def _descendants(pid: int) -> list[int]:
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [d for c in map(int, children) for d in (*_descendants(c), c)]
-
-
-def _lives(pid: int) -> bool:
-    """Whether the process still runs; one that ends while it is looked at does not."""
-    try:
-        return "zombie" not in Path(f"/proc/{pid}/status").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    return done
-
-
-def _kill_at(step: int, command: list[str], out: Path, rng: random.Random) -> None:
-    """Start a run and SIGKILL it, one rank or all, when it has come to `step`."""
-    child = subprocess.Popen(
-        command, env=clean_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-    )
-    _wait_for_step(out, step, child)
-    ranks = _descendants(child.pid)
-    os.kill(ranks[rng.randrange(len(ranks))] if ranks and rng.random() < 0.5 else child.pid, signal.SIGKILL)
-    child.wait(60)
-    for pid in ranks:
-        while _lives(pid):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-            time.sleep(0.01)
+def _kill_at(step: int, started: Group, out: Path, rng: random.Random) -> None:
+    """SIGKILL a run, all ranks or one and then the others, when it has come to `step`."""
+    _wait_for_step(out, step, lambda: started.is_alive)
+    if rng.random() < 0.5:
+        started.kill(rng.choice(started.processes))
+        time.sleep(0.1)  # in which the others may notice
+    started.kill(*started.processes)
     assert not (out / "summary.json").exists()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
-@pytest.mark.parametrize("transport", ["threads", "processes"])
+@pytest.mark.parametrize("ranks", [None, 2], ids=["threads", "processes"])
 @pytest.mark.parametrize("attempt", range(int(os.environ.get("LOWCOMM_KILLS", "3"))))
 def test_a_run_killed_at_a_random_step_resumes_exactly(
-    transport: str, attempt: int, reference: Path, corpus: Path, tmp_path: Path
+    ranks: int | None, attempt: int, reference: Path, corpus: Path, tmp_path: Path
 ) -> None:
     """SIGKILL, to one rank or to all; LOWCOMM_KILLS sets how many times for each transport."""
-    rng = random.Random(f"{transport} {attempt}")
+    rng = random.Random(f"{ranks} {attempt}")
     config = small_run("diloco_m2", train={"steps": 60, "eval_every": 20}, checkpoint={"every_steps": 7})
     words = command_line(config, corpus, tmp_path / "run")
-    command = THREADS + words if transport == "threads" else forked_command(2, *words)
     step = rng.randint(1, 58)
-    _kill_at(step, command, tmp_path / "run", rng)
-    done = _run(command)
+    _kill_at(step, Group(command, *words, ranks=ranks), tmp_path / "run", rng)
+    done = Group(command, *words, ranks=ranks).wait()
+    assert done.returncode == 0, done.stderr
     if step > 8:
         assert "resuming diloco_m2 at step" in done.stderr
     for name in DETERMINED[1:]:
         assert (tmp_path / "run" / name).read_bytes() == (reference / name).read_bytes(), name
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
 def test_a_sharded_run_resumes_exactly(corpus: Path, tmp_path: Path) -> None:
     config = small_run("data_parallel", method={"exchange": "fsdp"}, train={"steps": 40}, checkpoint={"every_steps": 7})
-    whole, killed = (torchrun_command(2, *command_line(config, corpus, tmp_path / n)) for n in ("whole", "killed"))
-    _kill_at(25, killed, tmp_path / "killed", random.Random(0))
-    for command in (whole, killed):
-        done = _run(command)
+    whole, killed = (command_line(config, corpus, tmp_path / name) for name in ("whole", "killed"))
+    _kill_at(25, Group(command, *killed, ranks=2), tmp_path / "killed", random.Random(0))
+    for words in (whole, killed):
+        done = train_in_processes(2, *words)
+        assert done.returncode == 0, done.stderr
     assert "resuming data_parallel at step 2" in done.stderr
     assert same_run(tmp_path / "whole", tmp_path / "killed")
 
@@ -173,11 +145,12 @@ def test_a_sharded_run_resumes_exactly(corpus: Path, tmp_path: Path) -> None:
 def test_sigterm_writes_a_checkpoint_and_exits_cleanly(transport: str, corpus: Path, tmp_path: Path) -> None:
     config = small_run("diloco_m2", train={"steps": 3000})
     words = command_line(config, corpus, tmp_path / "run")
-    command = THREADS + words if transport == "threads" else torchrun_command(2, *words)
-    child = subprocess.Popen(command, env=clean_environment(), stderr=subprocess.PIPE, text=True)
-    _wait_for_step(tmp_path / "run", 20, child)
+    starts = [sys.executable, "-m", "lowcomm.train", *words] if transport == "threads" else torchrun_command(2, *words)
+    child = subprocess.Popen(starts, env=clean_environment(), stderr=subprocess.PIPE, text=True)
+    _wait_for_step(tmp_path / "run", 20, lambda: child.poll() is None)
     # Under torchrun only one rank is told; the other hears of it from its peer.
-    told = child.pid if transport == "threads" else _descendants(child.pid)[0]
+    children = Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split()
+    told = child.pid if transport == "threads" else int(children[0])
     os.kill(told, signal.SIGTERM)
     _, log = child.communicate(timeout=60)
     assert child.returncode == 0, log
