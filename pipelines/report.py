@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from lowcomm.cost.tables import markdown
 from lowcomm.experiment.project import pick
 from lowcomm.settings import nearest
 from pipelines.project import ROOT
+from pipelines.verdicts import MARGIN, Claim, Evidence, Paired, Regime, equal, fact, lower, no_worse
 
 PAPERS = ROOT / "results" / "papers"
 
@@ -55,128 +56,124 @@ def plus_minus(values: Sequence[float], digits: int = 3) -> str:
     return f"{mean} ± {spread(values):.{digits}f} ({len(values)})" if len(values) > 1 else f"{mean} (1)"
 
 
-@dataclass(frozen=True)
-class Claim:
-    """A claim of a paper, and what our runs or closed forms say of it.
-
-    Attributes:
-        text: what the paper claims, as a sentence without its full stop; its own numbers in brackets.
-        holds: whether it is borne out; None if the noise hides it.
-        seen: what was seen: our numbers, as a sentence without its full stop.
-        criterion: when it is called borne out, where that does not go without saying.
-        unjudged: why it cannot be judged, if it cannot: "one seed", "no public checkpoint", ...
-    """
-
-    text: str
-    holds: bool | None
-    seen: str
-    criterion: str = ""
-    unjudged: str = ""
-
-    @property
-    def verdict(self) -> str:
-        """The one rule: what is not judged says why; else borne out or not, or not resolved within the noise."""
-        if self.unjudged:
-            return f"Not judged ({self.unjudged})"
-        return {True: "Borne out", False: "Not borne out", None: "Not resolved"}[self.holds]
-
-    def __str__(self) -> str:
-        told = f"Claim: {self.text}. {self.verdict}: {self.seen}."
-        return f"{told} Called borne out if {self.criterion}." if self.criterion else told
-
-
 def read_claims(table: Path) -> list[Claim]:
     """The claims that a table's stage has written beside it."""
     path = table.with_suffix(".claims.json")
-    return [Claim(**record) for record in json.loads(path.read_text())] if path.exists() else []
+    return [Claim.of(record) for record in json.loads(path.read_text())] if path.exists() else []
 
 
-def every(holds: Iterable[bool | None]) -> bool | None:
-    """Combine several answers: False if one does not, else None if the noise hides one."""
-    told = list(holds)
-    return False if False in told else None if None in told else True
-
-
-def student(freedom: int, level: float = 0.95) -> float:
-    """Return the bound below which the size of Student's t stays with this probability.
-
-    Abramowitz and Stegun, 26.7.3 and 26.7.4, inverted by bisection.
-    """
-    if freedom < 1 or not 0 < level < 1:
-        raise ValueError(f"Student's t of {freedom} degrees of freedom, at level {level}: 1 or more, and within 0 to 1")
-
-    def below(angle: float) -> float:
-        odd, cosine = freedom % 2, math.cos(angle)
-        term, total = (cosine if odd else 1.0), 0.0
-        for k in range(1 + odd, freedom, 2):
-            total += term
-            term *= k / (k + 1) * cosine**2
-        total *= math.sin(angle)
-        return 2 / math.pi * (angle + total) if odd else total
-
-    low, high = 0.0, math.pi / 2
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if below(middle) < level else (low, middle)
-    return math.sqrt(freedom) * math.tan(low)
+def regime_of(summary: Mapping[str, Any]) -> Regime:
+    """What a run was, as far as the run itself tells: of one seed."""
+    run, train, method = summary["run"], summary["run"]["train"], summary["run"]["method"]
+    rounds = train["steps"] / method["sync_every_steps"] if method["exchange"] == "parameters" else math.inf
+    step = train["global_batch"] * train["seq_len"] / run["replicas"]
+    return Regime(1, rounds, summary["tokens"] / summary["parameters"], step)
 
 
 class Comparison:
-    """Runs side by side, and which of their differences the seeds resolve.
+    """Runs side by side, paired by their seeds.
 
     Args:
-        runs: the summaries (one a seed) of each cell, by any key.
+        runs: the summaries (one for each seed) of each cell, by any key.
 
     Attributes:
-        loss: each cell's mean validation loss.
+        losses: each cell's validation losses, in the order of its summaries.
+        loss: their mean.
         noise: standard deviation over seeds of a single run, pooled over all cells with several; NaN without any.
-        freedom: its degrees of freedom, of each such cell one less than it has seeds.
-        judged: whether there is such a cell.
     """
 
     def __init__(self, runs: Mapping[Any, Sequence[dict[str, Any]]]):
-        self.runs = runs
+        self.runs = dict(runs)
         self.losses = {key: [s["val_loss"] for s in some] for key, some in runs.items()}
         self.loss = {key: statistics.mean(values) for key, values in self.losses.items()}
-        self.freedom = sum(len(values) - 1 for values in self.losses.values())
-        self.judged = self.freedom > 0
+        freedom = sum(len(values) - 1 for values in self.losses.values())
         squares = sum((v - self.loss[key]) ** 2 for key, values in self.losses.items() for v in values)
-        self.noise = math.sqrt(squares / self.freedom) if self.judged else float("nan")
+        self.noise = math.sqrt(squares / freedom) if freedom else math.nan
 
-    def resolved(self, *keys: Any) -> float:
-        """The least difference of two cells (or of two such differences) that is told from noise, at 95 %.
+    def _by_seed(self, key: Any) -> dict[int, float]:
+        return {s["run"]["seed"]: s["val_loss"] for s in self.runs[key]}
 
-        Student's t, as the noise is itself an estimate, of few seeds. NaN where there is none.
+    def pairs(self, a: Any, b: Any) -> Paired:
+        """Pair the runs of two cells."""
+        return Paired.of(self._by_seed(a), self._by_seed(b))
+
+    def regime(self, *keys: Any) -> Regime:
+        """What the runs of some cells (default: all) were: the least of each, and the seeds that all of them have."""
+        keys = keys or tuple(self.runs)
+        regime = functools.reduce(Regime.least, (regime_of(s) for key in keys for s in self.runs[key]))
+        seeds = set.intersection(*(set(self._by_seed(key)) for key in keys))
+        return dataclasses.replace(regime, seeds=len(seeds))
+
+    def lower(self, a: Any, b: Any) -> Evidence:
+        """Evidence that the loss of `a` is lower than that of `b`."""
+        return dataclasses.replace(lower(self.pairs(a, b)), regime=self.regime(a, b))
+
+    def no_worse(self, a: Any, b: Any, margin: float = MARGIN) -> Evidence:
+        """Evidence that the loss of `a` is above that of `b` by less than a margin."""
+        return dataclasses.replace(no_worse(self.pairs(a, b), margin), regime=self.regime(a, b))
+
+    def equal(self, a: Any, b: Any, margin: float = MARGIN) -> Evidence:
+        """Evidence that the losses of `a` and `b` differ by less than a margin."""
+        return dataclasses.replace(equal(self.pairs(a, b), margin), regime=self.regime(a, b))
+
+    def rises_less(self, rise: tuple[Any, Any], other: tuple[Any, Any], margin: float = 0.0) -> Evidence:
+        """Evidence that the loss rises by less from the second to the first cell of `rise` than of `other`.
+
+        In logarithms of the losses; with a margin, that it rises by no more than that above it.
         """
-        if not self.judged:
-            return float("nan")
-        return student(self.freedom) * self.noise * math.sqrt(sum(1 / len(self.losses[key]) for key in keys))
+        (a, b), (c, d) = ({key: self._by_seed(key) for key in pair}.values() for pair in (rise, other))
+        seeds = set.intersection(*map(set, (a, b, c, d)))
+        pairs = Paired.of({s: a[s] * d[s] for s in seeds}, {s: b[s] * c[s] for s in seeds})
+        found = no_worse(pairs, margin) if margin else lower(pairs)
+        return dataclasses.replace(found, regime=self.regime(*rise, *other))
 
-    def above(self, a: Any, b: Any) -> bool | None:
-        """Tell whether the loss of `a` is higher (True) or lower (False) than that of `b`; None within the noise."""
-        difference = self.loss[a] - self.loss[b]
-        return difference > 0 if self.judged and abs(difference) > self.resolved(a, b) else None
-
-    def below(self, a: Any, b: Any) -> bool | None:
-        """Tell whether the loss of `a` is lower (True) or higher (False) than that of `b`; None within the noise."""
-        return self.above(b, a)
+    def fact(self, holds: bool, *keys: Any) -> Evidence:
+        """What some cells (default: all) show without any comparison of losses."""
+        return dataclasses.replace(fact(holds), regime=self.regime(*keys))
 
     def difference(self, a: Any, b: Any) -> str:
-        """'+0.123', or '+0.012 (not resolved)': the loss of `a` less that of `b`."""
-        told = f"{self.loss[a] - self.loss[b]:+.3f}"
-        return told + (" (not resolved)" if self.judged and self.above(a, b) is None else "")
+        """'+0.123 ± 0.045': the loss of `a` less that of `b`, and the 95 % interval of pairs; '+0.123' for one seed."""
+        pairs = self.pairs(a, b)
+        half = (pairs.interval()[1] - pairs.mean) * self.loss[b]
+        return f"{self.loss[a] - self.loss[b]:+.3f}" + ("" if math.isnan(half) else f" ± {half:.3f}")
+
+    def above(self, a: Any, b: Any) -> bool | None:
+        """Tell whether the loss of `a` is higher (True) or lower (False) than that of `b`; None where it is not told.
+
+        It is told where the 95 % interval of the pairs leaves out 0. For notes: claims are judged by their evidence.
+        """
+        low, high = self.pairs(a, b).interval()
+        return True if low > 0 else False if high < 0 else None
 
     def told(self, key: Any) -> str:
         """'3.412 ± 0.008 (3)'."""
         return plus_minus(self.losses[key])
 
-    def claim(self, text: str, holds: bool | None, seen: str, criterion: str = "") -> Claim:
-        """A claim that rests on these runs: not judged where no cell has several seeds."""
-        return Claim(text, holds, seen, criterion, "" if self.judged else "one seed")
+    def about(self, *keys: Any) -> str:
+        """Say what the runs of some cells (default: all) were, for a table's notes."""
+        runs = [s for key in keys or self.runs for s in self.runs[key]]
+        regimes = [regime_of(s) for s in runs]
+        seeds = [len(self.runs[key]) for key in keys or self.runs]
 
-    def unharmed(self, *pairs: tuple[Any, Any]) -> bool | None:
-        """Tell whether the first of each pair loses nothing to the second: False if one does, None within the noise."""
-        return every(None if (above := self.above(*pair)) is None else not above for pair in pairs)
+        def span(values: Sequence[float]) -> str:
+            ends = [f"{v:,.1f}" if v < 20 else f"{v:,.0f}" for v in (min(values), max(values))]
+            return " to ".join(dict.fromkeys(end.removesuffix(".0") for end in ends))
+
+        parts = [
+            f"{span([s['parameters'] for s in runs])} parameters",
+            f"{span([r.tokens_per_parameter for r in regimes])} tokens per parameter",
+            f"{span([r.tokens_per_replica_and_step for r in regimes])} tokens per replica and step",
+            f"{span(seeds)} seeds",
+        ]
+        if rounds := [r.rounds for r in regimes if math.isfinite(r.rounds)]:
+            parts.insert(2, f"{span(rounds)} outer rounds")
+        several = max(seeds) > 1
+        return f"Our runs: {', '.join(parts)}." + (
+            f" Losses of single runs differ by {self.noise:.3f} (standard deviation over seeds, all cells together); ±"
+            " beside a difference is the 95 % interval of its pairs."
+            if several
+            else ""
+        )
 
 
 def write(
@@ -190,14 +187,25 @@ def write(
 ) -> None:
     """Write `path`.csv (plain columns), `path`.md and, with claims, `path`.claims.json; show claims and notes.
 
-    The page has the title, `shown` or the table, and then claims and notes as a list.
+    The page has the title, `shown` or the table, and the notes as a list. Claims are judged by `pipelines.index`, as
+    that takes all of a paper's.
     """
     table.to_csv(path.with_suffix(".csv"), index=False, float_format="%.6g", lineterminator="\n")
-    told = [f"- {line}" for line in (*claims, *notes)]
-    body = [f"### {title}", "", markdown(table if shown is None else shown), "", *told]
+    body = [f"### {title}", "", markdown(table if shown is None else shown), "", *(f"- {line}" for line in notes)]
     path.with_suffix(".md").write_text("\n".join(body).rstrip() + "\n")
     path.with_suffix(".claims.json").unlink(missing_ok=True)
     if claims:
-        records = [dataclasses.asdict(claim) for claim in claims]
+        records = [claim.record() for claim in claims]
         path.with_suffix(".claims.json").write_text(json.dumps(records, indent=1, ensure_ascii=False) + "\n")
-    display(Markdown("\n".join(told)))
+    display(Markdown("\n".join(f"- {line}" for line in (*map(told, claims), *notes))))
+
+
+def told(claim: Claim, outcome: str = "") -> str:
+    """A claim in words, with its outcome where that is known: that takes all of a paper's claims."""
+    words = f"Claim: {claim.text}. {outcome or 'Seen'}: {claim.seen}."
+    if claim.criterion:
+        words += f" Called borne out if {claim.criterion}."
+    found = claim.evidence
+    if found is not None and not claim.outside and not found.is_certain:
+        words += f" (p = {found.p_for:.2g} for it, {found.p_against:.2g} against it, before correction.)"
+    return words

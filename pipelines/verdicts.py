@@ -16,20 +16,26 @@ hold, and `p_against`, of seeing this where it does. Over all claims of a paper 
     Not borne out                  p_against is small
     Not resolved                   neither is
     Outside this regime            the runs are too short, too few or too small for it: nothing is judged
+
+What runs were, and what a claim needs of them, are a `Regime`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 #: What counts as small, of a probability that is corrected.
 LEVEL = 0.05
 #: Within what factor of the paper's an effect is the paper's.
 FACTOR = 2.0
+#: By how much of the loss two methods may differ, by default, and be "as good": d of 1 %.
+MARGIN = 0.01
 BORNE_OUT, DIRECTION, NOT_BORNE_OUT, NOT_RESOLVED, OUTSIDE = (
     "Borne out",
     "Borne out in direction only",
@@ -37,6 +43,7 @@ BORNE_OUT, DIRECTION, NOT_BORNE_OUT, NOT_RESOLVED, OUTSIDE = (
     "Not resolved",
     "Outside this regime",
 )
+OUTCOMES = (BORNE_OUT, DIRECTION, NOT_BORNE_OUT, NOT_RESOLVED, OUTSIDE)
 
 
 def student(t: float, freedom: int) -> float:
@@ -104,17 +111,52 @@ class Paired:
 
 
 @dataclass(frozen=True)
+class Regime:
+    """What runs were, or what a claim needs of them. Without local updates the rounds are infinite."""
+
+    seeds: float = 0
+    rounds: float = 0
+    tokens_per_parameter: float = 0
+    tokens_per_replica_and_step: float = 0
+
+    def least(self, other: Regime) -> Regime:
+        """Return the smaller of each."""
+        return Regime(*(min(getattr(self, f.name), getattr(other, f.name)) for f in dataclasses.fields(self)))
+
+    def lacks(self, needed: Regime) -> str:
+        """Say what is too little, "37 rounds of 100, 2 seeds of 3"; "" where nothing is."""
+        short = []
+        for field in dataclasses.fields(self):
+            there, asked = getattr(self, field.name), getattr(needed, field.name)
+            if there < asked:
+                short.append(f"{there:.3g} {field.name.replace('_', ' ')} of {asked:.3g}")
+        return ", ".join(short)
+
+
+#: What a paper's main claims need of our runs; and what its ablations do, of which the papers' own are short too.
+HEADLINE = Regime(2, 100, 19, 512)
+ABLATION = Regime(2, 40, 19, 512)
+
+
+@dataclass(frozen=True)
 class Evidence:
     """The probabilities with which runs speak for a claim and against it, before any correction.
 
     Both are NaN where there is one seed, which says nothing.
 
-    effect: the size of what was seen, in the units of the paper's; None where a claim has no size.
+    effect: the size of what was seen, in the units of the paper's; None where a claim has no size. regime: what the
+    runs were; None for what needs none.
     """
 
     p_for: float
     p_against: float
     effect: float | None = None
+    regime: Regime | None = None
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether it is a fact, or as good as one: a probability of 0, which no correction changes."""
+        return {self.p_for, self.p_against} == {0.0, 1.0}
 
 
 def lower(pairs: Paired) -> Evidence:
@@ -143,37 +185,20 @@ def fact(holds: bool) -> Evidence:
 def together(*parts: Evidence) -> Evidence:
     """Evidence that all parts hold: the weakest for it, and the strongest against it, corrected for their number.
 
-    Where one part is of one seed, so is the whole.
+    Where one part is of one seed, so is the whole; its regime is the least of theirs.
     """
     if not parts:
         raise ValueError("nothing to judge together")
+    regimes = [part.regime for part in parts if part.regime is not None]
+    regime = functools.reduce(Regime.least, regimes) if regimes else None
     if any(math.isnan(part.p_for) for part in parts):
-        return Evidence(math.nan, math.nan)
+        return Evidence(math.nan, math.nan, regime=regime)
     against = min(1.0, len(parts) * min(part.p_against for part in parts))
-    return Evidence(max(part.p_for for part in parts), against)
+    return Evidence(max(part.p_for for part in parts), against, regime=regime)
 
 
 def _twice(p: float) -> float:
     return p if math.isnan(p) else min(1.0, 2 * p)
-
-
-@dataclass(frozen=True)
-class Regime:
-    """What runs were, or what a claim needs of them."""
-
-    seeds: float = 0
-    rounds: float = 0
-    tokens_per_parameter: float = 0
-    tokens_per_replica_and_step: float = 0
-
-    def lacks(self, needed: Regime) -> str:
-        """Say what is too little, "37 rounds of 100, 2 seeds of 3"; "" where nothing is."""
-        short = []
-        for field in dataclasses.fields(self):
-            there, asked = getattr(self, field.name), getattr(needed, field.name)
-            if there < asked:
-                short.append(f"{there:.3g} {field.name.replace('_', ' ')} of {asked:.3g}")
-        return ", ".join(short)
 
 
 @dataclass(frozen=True)
@@ -186,15 +211,51 @@ class Claim:
         evidence: for it and against it; None where nothing was run for it.
         published: the size that the paper prints, in the units of the evidence's effect; None where it has none.
         criterion: when it is called borne out, where that does not go without saying.
-        outside: why nothing is judged, if nothing is: what `Regime.lacks` says, or any other reason.
+        needs: what it needs of the runs, where its evidence is of runs.
+        apart: why nothing is judged whatever the runs were, if so: "one size", "no public checkpoint".
     """
 
     text: str
     seen: str
-    evidence: Evidence | None
+    evidence: Evidence | None = None
     published: float | None = None
     criterion: str = ""
-    outside: str = ""
+    needs: Regime = HEADLINE
+    apart: str = ""
+
+    @property
+    def outside(self) -> str:
+        """Why nothing is judged; "" where it is."""
+        if self.apart or self.evidence is None:
+            return self.apart or "nothing was run for it"
+        lacks = self.evidence.regime.lacks(self.needs) if self.evidence.regime else ""
+        return lacks or ("one seed" if math.isnan(self.evidence.p_for) else "")
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> Claim:
+        """Read a claim from the record that `record` made."""
+        told = dict(record)
+        if told["evidence"] is not None:
+            evidence = {k: math.nan if v is None and k.startswith("p_") else v for k, v in told["evidence"].items()}
+            regime = evidence["regime"] and Regime(*map(_number, evidence["regime"].values()))
+            told["evidence"] = Evidence(**evidence | {"regime": regime})
+        return cls(**told | {"needs": Regime(**told["needs"])})
+
+    def record(self) -> dict[str, Any]:
+        """Return the claim as what JSON knows: no NaN and no infinity, but None and "inf"."""
+
+        def plain(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {key: plain(v) for key, v in value.items()}
+            if isinstance(value, float) and not math.isfinite(value):
+                return None if math.isnan(value) else str(value)
+            return value
+
+        return plain(dataclasses.asdict(self))
+
+
+def _number(value: float | str) -> float:
+    return float(value) if isinstance(value, str) else value
 
 
 def holm(found: Sequence[float]) -> list[float]:
@@ -208,18 +269,18 @@ def holm(found: Sequence[float]) -> list[float]:
 
 
 def judge(claims: Sequence[Claim]) -> list[str]:
-    """The outcome of each of a paper's claims. What is outside the regime is not counted among them."""
-    judged = [claim for claim in claims if not claim.outside and claim.evidence is not None]
-    sides = (holm([getattr(c.evidence, side) for c in judged]) for side in ("p_for", "p_against"))
-    corrected = {id(claim): both for claim, *both in zip(judged, *sides, strict=True)}
-    return [_outcome(claim, *corrected.get(id(claim), (math.nan, math.nan))) for claim in claims]
+    """The outcome of each of a paper's claims. Neither facts nor what is outside the regime count among the tests."""
+    tested = [claim for claim in claims if not claim.outside and not claim.evidence.is_certain]
+    sides = (holm([getattr(c.evidence, side) for c in tested]) for side in ("p_for", "p_against"))
+    corrected = {id(claim): both for claim, *both in zip(tested, *sides, strict=True)}
+    return [_outcome(claim, *corrected.get(id(claim), ())) for claim in claims]
 
 
-def _outcome(claim: Claim, p_for: float, p_against: float) -> str:
-    if claim.outside or claim.evidence is None:
-        return f"{OUTSIDE} ({claim.outside or 'nothing was run for it'})"
-    if math.isnan(p_for):
-        return f"{OUTSIDE} (one seed)"
+def _outcome(claim: Claim, p_for: float | None = None, p_against: float | None = None) -> str:
+    if claim.outside:
+        return f"{OUTSIDE} ({claim.outside})"
+    p_for = claim.evidence.p_for if p_for is None else p_for
+    p_against = claim.evidence.p_against if p_against is None else p_against
     if p_for < LEVEL:
         return BORNE_OUT if _as_large(claim) else DIRECTION
     return NOT_BORNE_OUT if p_against < LEVEL else NOT_RESOLVED

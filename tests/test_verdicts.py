@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
 
 import numpy as np
 import pytest
 
 from pipelines.verdicts import (
+    ABLATION,
     BORNE_OUT,
     DIRECTION,
     NOT_BORNE_OUT,
@@ -102,9 +105,15 @@ def test_nothing_is_judged_outside_the_regime() -> None:
     assert lacking == "37.2 rounds of 100, 7 tokens per parameter of 20"
     assert Regime(3, 100, 20, 512).lacks(needed) == ""
     clear = lower(planted(-0.5))
-    assert outcome(clear, outside=lacking) == f"Outside this regime ({lacking})"
+    short = dataclasses.replace(clear, regime=Regime(seeds=3, rounds=37.2, tokens_per_parameter=7))
+    assert outcome(short, needs=needed) == f"Outside this regime ({lacking})"
+    assert outcome(dataclasses.replace(short, regime=needed), needs=needed) == BORNE_OUT
+    assert outcome(together(clear, short, dataclasses.replace(clear, regime=needed)), needs=needed).endswith(
+        f"({lacking})"
+    )
+    assert outcome(clear, apart="one rank") == "Outside this regime (one rank)"
     assert outcome(None) == "Outside this regime (nothing was run for it)"
-    others = [Claim("so", "it is", clear, outside="one rank")] * 50
+    others = [Claim("so", "it is", clear, apart="one rank")] * 50
     assert judge([Claim("so", "it is", Evidence(0.04, 0.96)), *others])[0] == BORNE_OUT
 
 
@@ -113,6 +122,25 @@ def test_holm_by_hand() -> None:
     assert holm([0.9, 0.8]) == [1.0, 1.0]
     assert holm([0.02, math.nan, 0.03]) == pytest.approx([0.04, math.nan, 0.04], nan_ok=True)
     assert holm([]) == []
+
+
+def test_facts_are_no_tests() -> None:
+    """They are judged as they are, and correct nothing."""
+    facts = [Claim("so", "it is", fact(holds)) for holds in [True, False] * 20]
+    said = judge([Claim("so", "it is", Evidence(0.04, 0.96)), *facts])
+    assert said == [BORNE_OUT, *[BORNE_OUT, NOT_BORNE_OUT] * 20]
+
+
+def test_a_claim_is_written_and_read_back() -> None:
+    """Through JSON, which knows neither NaN nor infinity."""
+    regime = Regime(1, math.inf, 20.5, 512)
+    evidence = dataclasses.replace(no_worse(planted(-0.5, seeds=1)), regime=regime)
+    for claim in (Claim("so", "it is", evidence, 0.02, "it is so", ABLATION), Claim("so", "it is", apart="one rank")):
+        record = json.loads(json.dumps(claim.record(), allow_nan=False))
+        read = Claim.of(record)
+        assert read.record() == record
+        assert (read.outside, read.needs) == (claim.outside, claim.needs)
+        assert read.evidence is None or read.evidence.regime == regime
 
 
 def test_many_true_nulls_bear_nothing_out() -> None:
