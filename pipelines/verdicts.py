@@ -124,12 +124,12 @@ class Regime:
         return Regime(*(min(getattr(self, f.name), getattr(other, f.name)) for f in dataclasses.fields(self)))
 
     def lacks(self, needed: Regime) -> str:
-        """Say what is too little, "37 rounds of 100, 2 seeds of 3"; "" where nothing is."""
+        """Say what is too little, "2 of 3 seeds, 37 of 100 rounds"; "" where nothing is."""
         short = []
         for field in dataclasses.fields(self):
             there, asked = getattr(self, field.name), getattr(needed, field.name)
             if there < asked:
-                short.append(f"{there:.3g} {field.name.replace('_', ' ')} of {asked:.3g}")
+                short.append(f"{there:.3g} of {asked:.3g} {field.name.replace('_', ' ')}")
         return ", ".join(short)
 
 

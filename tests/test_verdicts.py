@@ -102,7 +102,7 @@ def test_nothing_is_judged_outside_the_regime() -> None:
     """However clear it looks; and it does not count among the claims that are."""
     needed = Regime(seeds=3, rounds=100, tokens_per_parameter=20)
     lacking = Regime(seeds=3, rounds=37.2, tokens_per_parameter=7).lacks(needed)
-    assert lacking == "37.2 rounds of 100, 7 tokens per parameter of 20"
+    assert lacking == "37.2 of 100 rounds, 7 of 20 tokens per parameter"
     assert Regime(3, 100, 20, 512).lacks(needed) == ""
     clear = lower(planted(-0.5))
     short = dataclasses.replace(clear, regime=Regime(seeds=3, rounds=37.2, tokens_per_parameter=7))
