@@ -263,3 +263,15 @@ def test_a_ladder_that_is_killed_goes_on(number: signal.Signals, small: Ladder) 
     after = outcomes(small)
     assert first.items() <= after.items()
     assert len(after) > len(first)
+
+
+def test_a_worker_that_is_done_when_another_fails_ends_too(small: Ladder) -> None:
+    """It waits for its next point, and its outcome is never read."""
+    with workers.Workers() as some:
+        some._start()
+        pipe = some._idle.pop()
+        some._busy[pipe] = None
+        pipe.send("no point at all")
+        assert pipe.poll(60)
+        time.sleep(0.5)  # by when it waits
+    assert [process.exitcode for process in some._processes] == [0]

@@ -121,6 +121,8 @@ class Workers:
         for process in self._processes:
             if self._busy and process.is_alive():
                 process.terminate()  # the worker writes a checkpoint
+        for pipe in self._busy:
+            pipe.close()  # nobody reads what is left in it, and a worker that was done already hears of its end
         for process in self._processes:
             process.join(SAVING_S)
             process.kill()
