@@ -79,6 +79,43 @@ def read_losses(folder: Path) -> dict[int, float]:
     return {outcome["seed"]: outcome["val_loss"] for outcome in found}
 
 
+def gap_rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
+    """The rows of gaps.csv: of each cell the means over its pairs, and the gap in % of the loss with its 95 % interval.
+
+    Data-parallel training, against which gaps are, is left out.
+    """
+    found = []
+    for cell in cells:
+        if cell.row.startswith("data_parallel/"):
+            continue
+        pairs, both = cell.pairs, sorted(cell.losses.keys() & cell.base.keys())
+        low, high = pairs.interval()
+        found.append(
+            {
+                "method": cell.row,
+                "parameters": cell.parameters,
+                "tokens_per_parameter": round(cell.tokens_per_parameter, 2),
+                "rounds": cell.rounds,
+                "seeds": pairs.seeds,
+                "loss": float(np.mean([cell.losses[s] for s in both])),
+                "data_parallel_loss": float(np.mean([cell.base[s] for s in both])),
+                "gap_pct": _percent(pairs.mean),
+                "low_pct": _percent(low),
+                "high_pct": _percent(high),
+            }
+        )
+    return found
+
+
+def read_trials(ladder: Ladder) -> list[dict[str, Any]]:
+    """All trials that are done: "rung", "row", "val_loss" (None where it diverged), and the values of their lines."""
+    found = []
+    for file in sorted((ladder.results / "tuning").rglob("*.json")):
+        outcome = json.loads(file.read_text())
+        found.append({key: outcome[key] for key in ("rung", "row", "val_loss")} | outcome["values"])
+    return found
+
+
 @dataclass(frozen=True)
 class Fit:
     """Gaps against size: d = at_one + slope ln N, by least squares.
