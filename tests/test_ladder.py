@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import math
 import signal
@@ -10,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import yaml
 
@@ -19,6 +21,7 @@ from lowcomm.settings import ConfigError
 from pipelines import probes
 from pipelines.ladder import workers
 from pipelines.ladder.__main__ import listed, main
+from pipelines.ladder.fits import gap_rows, read_cells, read_trials
 from pipelines.ladder.plan import LADDER, Ladder, Line, Plan, Row, read_plan
 from pipelines.ladder.tune import walk_line, walk_row
 from tests.harness import clean_environment
@@ -275,3 +278,14 @@ def test_a_worker_that_is_done_when_another_fails_ends_too(small: Ladder) -> Non
         assert pipe.poll(60)
         time.sleep(0.5)  # by when it waits
     assert [process.exitcode for process in some._processes] == [0]
+
+
+def test_the_ladders_tables_are_of_the_points_in_git() -> None:
+    """Else: python -m pipelines.run_notebook notebooks/80_ladder.ipynb page -p scale laptop."""
+    rows = gap_rows(read_cells(LADDER))
+    shown = pd.read_csv(LADDER.results / "gaps.csv")
+    assert list(zip(shown.method, shown.parameters, strict=True)) == [(r["method"], r["parameters"]) for r in rows]
+    assert list(shown.gap_pct) == pytest.approx([r["gap_pct"] for r in rows], rel=1e-5)
+    counted = collections.Counter((trial["rung"], trial["row"]) for trial in read_trials(LADDER))
+    tuned = pd.read_csv(LADDER.results / "tuning.csv")
+    assert dict(zip(zip(tuned.rung, tuned.method, strict=True), tuned.trials, strict=True)) == counted
