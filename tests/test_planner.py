@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
 from pathlib import Path
 
@@ -12,9 +14,11 @@ from lowcomm.__main__ import main as lowcomm
 from lowcomm.cost import planner
 from lowcomm.cost.footprint import node_bytes
 from lowcomm.cost.ingredients import Method, Penalties, Penalty
-from lowcomm.cost.planner import Cluster, Job, front, methods, plan, run_of, shown
+from lowcomm.cost.planner import Cluster, Job, front, methods, model_of, plan, run_of, shown
 from lowcomm.cost.predict import Links, message_bytes
+from lowcomm.model.accounting import parameters
 from lowcomm.model.config import ModelConfig
+from lowcomm.model.huggingface import public_config
 from lowcomm.model.presets import PRESETS
 from lowcomm.settings import ConfigError
 
@@ -85,10 +89,96 @@ def test_every_grid_has_its_methods_and_each_is_a_run() -> None:
         for method in found:
             config = run_of(method, JOB, replicas, stages)
             assert config.train.global_batch == 64
+            assert config.train.steps * 64 * 512 == pytest.approx(1e9, rel=1e-4)
             assert (config.method.boundary.kind == "subspace") == (method.ratio > 1)
             assert config.method.slices == method.slices
-    with pytest.raises(ConfigError, match="global_batch = 64 does not split into 3 replicas"):
-        run_of(Method(), JOB, 3, 1)
+
+
+def test_the_batch_is_rounded_to_what_replicas_can_share() -> None:
+    assert [JOB.batch(n) for n in (1, 3, 7, 64)] == [64, 63, 63, 64]
+    config = run_of(Method(30), JOB, 7, 1)
+    assert (config.train.global_batch, config.local_batch) == (63, 9)
+    assert config.train.steps * 63 * 512 == pytest.approx(1e9, rel=1e-4)
+    for replicas in (100, 40):
+        with pytest.raises(ConfigError, match=f"global_batch = 64 does not split into {replicas} replicas, nor does"):
+            JOB.batch(replicas)
+    table = plan(_cluster(100.0, nodes=7), JOB, PENALTIES)
+    assert set(table[table.replicas == 7].global_batch) == {63}
+    with pytest.raises(ConfigError, match="305 steps are fewer than 10 rounds of 100"):
+        run_of(Method(100), Job(MODEL, tokens=1e7, global_batch=64), 2, 1)
+
+
+def test_rounds_cost_what_the_line_through_their_neighbours_says() -> None:
+    """Measured are 0 at H = 30 and 0.03 at 100; beyond, the line in ln H goes on, but does not fall."""
+    assert PENALTIES.rounds(30) == Penalty(0.0, 0.0, 1.0)
+    assert PENALTIES.rounds(100).log_ratio == pytest.approx(0.03)
+    assert PENALTIES.rounds(55).log_ratio == pytest.approx(0.03 * math.log(55 / 30) / math.log(100 / 30))
+    long = PENALTIES.rounds(1000)
+    assert long.log_ratio == pytest.approx(0.03 * math.log(1000 / 30) / math.log(100 / 30))
+    assert long.deviation > 2 * PENALTIES.rounds(100).deviation
+    assert long.extrapolated == pytest.approx(10)
+    assert PENALTIES.rounds(10).log_ratio == 0.0
+    falling = pd.DataFrame([("rounds", 1, 300, 0.01, 0.01), *ROWS], columns=COLUMNS)
+    assert Penalties(falling).rounds(3000).log_ratio == pytest.approx(0.01)
+
+
+def test_long_rounds_are_tried_and_wanted_by_slow_links() -> None:
+    job = Job(MODEL, tokens=1e10, global_batch=64)
+    fast, slow = (plan(_cluster(rate), job, PENALTIES) for rate in (1000.0, 0.3))
+    assert {0, 30, 100, 300, 1000} == set(slow.sync_every_steps)
+    assert slow.sync_every_steps[0] == 1000 > fast.sync_every_steps[0]
+
+
+def test_a_box_of_machines_is_a_machine_where_its_link_is_fast() -> None:
+    """Two boxes of four: as two machines of four times the memory and speed, if the shards hold no more than that."""
+    links, job = Links(100.0, 5.0), Job(MODEL, tokens=1e9, global_batch=64)
+    boxes = plan(Cluster(8, 6.0, 1.0, links, per_box=4, inside_mbit_per_s=1e15), job, PENALTIES)
+    assert {(w, r, s) for w, r, s in zip(boxes.width, boxes.replicas, boxes.stages, strict=True)} == {
+        (w, r, s) for w, n in ((1, 8), (2, 4), (4, 2)) for r in (1, 2, 4, 8) for s in (1, 2, 4, 8) if r * s == n
+    }
+    whole = plan(Cluster(2, 24.0, 4.0, links), job, PENALTIES).set_index(["method", "replicas", "stages"])
+    shards = boxes[boxes.width == 4].set_index(["method", "replicas", "stages"])
+    assert set(shards.index) == set(whole.index)
+    plain = [key for key in whole.index if key[2] == 1]
+    assert list(shards.loc[plain].step_seconds) == pytest.approx(list(whole.loc[plain].step_seconds))
+    gathered = 2 * 4 * parameters(MODEL).total / MODEL.layers / 1e9
+    one = node_bytes(run_of(Method(30), job, 2, 1, width=4)) / 1e9
+    assert shards.loc["every 30 steps", 2, 1].memory_gb == pytest.approx(one / 4 + gathered)
+    slow = plan(Cluster(8, 6.0, 1.0, links, per_box=4, inside_mbit_per_s=10.0), job, PENALTIES)
+    shards = slow[slow.width == 4].set_index(["method", "replicas", "stages"])
+    assert (shards.loc[plain].step_seconds > 2 * whole.loc[plain].step_seconds).all()
+    assert (slow.utilisation <= 1 + 1e-9).all()
+
+
+def test_machines_of_a_box_share_its_link_and_talk_inside_it_where_they_can() -> None:
+    cluster = Cluster(16, 24.0, 1.0, Links(80.0, 5.0), per_box=8, inside_mbit_per_s=1e5)
+    for width, stages, between, within in ((1, 8, 10, 1e5), (1, 16, 10, 10), (2, 4, 20, 1e5), (8, 2, 80, 80)):
+        links = cluster.links_of(width, stages)
+        assert [ls.mbit_per_s for ls in links] == [between, within]
+        assert [ls.latency_ms for ls in links] == [5.0, 5.0 if within == between else 0.0]
+    one = dataclasses.replace(cluster, nodes=8)
+    assert {ls.mbit_per_s for ls in one.links_of(1, 2)} == {1e5}
+    for wrong, message in (
+        ({"per_box": 3}, "per_box must be at least 1 and divide nodes = 16, got 3"),
+        ({"inside_mbit_per_s": 0.0}, "inside_mbit_per_s must be above 0, and finite, got 0.0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            dataclasses.replace(cluster, **wrong)
+
+
+def test_a_model_is_asked_for_by_name_shape_or_folder(tmp_path: Path) -> None:
+    assert model_of("partial_updates/1.3b") is PRESETS["partial_updates/1.3b"]
+    shape = "dim=256, layers=8, heads=8, ffn_dim=1024, vocab_size=4096, seq_len=512"
+    assert model_of(shape) == MODEL
+    assert model_of(shape, seq_len=64).seq_len == 64
+    (tmp_path / "config.json").write_text(json.dumps(public_config(dataclasses.replace(MODEL, seq_len=131_072))))
+    for asked in (tmp_path, tmp_path / "config.json"):
+        assert parameters(model_of(str(asked))) == parameters(MODEL)
+        assert model_of(str(asked)).seq_len == 4096
+    with pytest.raises(ConfigError, match=r"no preset named '1.3b'; did you mean 'partial_updates/1.3b'\?"):
+        model_of("1.3b")
+    with pytest.raises(ConfigError, match="unknown key model.dims; did you mean 'dim'"):
+        model_of("dims=256")
 
 
 @pytest.mark.parametrize("nodes", [2, 8])
@@ -161,7 +251,14 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     assert lowcomm(["plan", *words]) == 0
     said = capsys.readouterr().out
     assert "Times are lower bounds" in said
-    assert said.startswith("2.68e+10 tokens in 102,168 steps;")
+    assert said.startswith("8 machines of 24 GB that sustain 60 TFLOP/s, 100 Mbit/s and 40 ms between any two.\n")
+    assert "1.34 billion parameters, on 2.68e+10 tokens, about 256 sequences of 1,024 tokens per step." in said
+    assert "extrapolated: the largest factor between" in said
+    for rows in (3, 5):
+        planner.main([*words, "--rows", str(rows)])
+        assert capsys.readouterr().out.count("\n| every") == rows
+    planner.main([*words, "--per-box", "4", "--inside-mbit-per-s", "1e6", "--rows", "1"])
+    assert "between any two boxes of 4, 1e+06 Mbit/s within one" in capsys.readouterr().out
     assert "| method | replicas x stages |" in said
     monkeypatch.setattr(planner, "measured_penalties", lambda: tmp_path / "none" / "penalties.csv")
     assert planner.main([*words, "--penalties", str(table)]) == 0
@@ -169,12 +266,12 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     monkeypatch.setattr(planner, "measured_penalties", lambda: table)
     for more, code, message in (
         (["--model", "partial_updates/13b"], 2, "no preset named 'partial_updates/13b'; did you mean"),
-        (["--memory-gb", "1"], 1, "nothing fits into 1 GB on 8 nodes"),
+        (["--memory-gb", "1"], 1, "nothing fits into 1 GB: the least is "),
         (["--mbit-per-s", "0"], 2, "mbit_per_s must be above 0, got 0.0"),
         (["--latency-ms", "nan"], 2, "latency_ms must be from 0 to 1e+06, got nan"),
         (["--jitter", "1e200"], 2, "jitter must be from 0 to 100, got 1e+200"),
         (["--nodes", "0"], 2, "nodes must be above 0, and finite, got 0"),
-        (["--nodes", "29"], 2, "29 nodes have no configuration: global_batch = 256 does not split into 29 replicas"),
+        (["--nodes", "601"], 2, "601 nodes have no configuration: global_batch = 256 does not split into 601 replicas"),
         (["--global-batch", "-8"], 2, "global_batch must be above 0, and finite, got -8"),
         (["--tokens", "inf"], 2, "tokens must be above 0, and finite, got inf"),
         (["--tokens", "-5"], 2, "tokens must be above 0, and finite, got -5"),

@@ -9,6 +9,7 @@ forward, none has come back. It is close, not exact: tests hold it within a fift
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 
 import torch
@@ -46,12 +47,11 @@ def _most_fetched(plan: Plan, tau: int, buffers: int) -> int:
 
     A fragment that is sent needs what was agreed alone; one that is applied, tau steps later, all of its `buffers`.
     """
-    held, h = [], plan.method.sync_every_steps
-    for step in range(3 * h, 4 * h):  # from 2 H on, every fragment has had its first turn
-        applied = sum(plan.fragments[f].numel for f in plan.turns(step - tau))
-        sent = sum(plan.fragments[f].numel for f in plan.turns(step)) if tau else 0
-        held.append(buffers * applied + sent)
-    return max(held)
+    held, h = collections.Counter(), plan.method.sync_every_steps  # of the steps of a round
+    for fragment in plan.fragments:
+        held[(fragment.offset + tau) % h] += buffers * fragment.numel
+        held[fragment.offset % h] += fragment.numel * (tau > 0)
+    return max(held.values())
 
 
 def activation_bytes(config: RunConfig, stage: int) -> int:

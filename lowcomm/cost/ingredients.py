@@ -1,10 +1,10 @@
 """The ingredients of methods, and the loss that each was measured to cost.
 
 Measured are runs of params.yaml (`results/<scale>/together/training/penalties.csv`), as logarithms of ratios of losses,
-which are added up. An ingredient is taken from the run nearest to it, and `extrapolated` says how far it is from there:
-the largest factor between what is asked and what was run, of replicas, H, slices or the stream's share; the model's
-size and the length of training apart. Loss ~ tokens^-b (also measured) turns a penalty into the tokens that buy it
-back.
+which are added up. An ingredient is taken from the run nearest to it, rounds from the line through the two nearest (in
+ln H), beyond the longest too. `extrapolated` says how far it is from there: the largest factor between what is asked
+and what was run, of replicas, H, slices or the stream's share; the model's size and the length of training apart.
+Loss ~ tokens^-b (also measured) turns a penalty into the tokens that buy it back.
 """
 
 from __future__ import annotations
@@ -104,11 +104,28 @@ class Penalties:
         row = min(self.rows[ingredient], key=lambda row: sum(apart(row)))
         return Penalty(float(row.log_ratio), float(row.deviation), math.exp(max(apart(row))))
 
+    def rounds(self, sync_every_steps: int) -> Penalty:
+        """What H adds: on the line through the runs on either side, in ln H; beyond the longest that line goes on.
+
+        It never falls beyond the longest, and its deviation grows with the distance; below the shortest it is that.
+        """
+        rows = sorted(self.rows.get("rounds", ()), key=lambda row: row.amount)
+        longest = rows[-1].amount if rows else math.nan
+        if len(rows) < 2 or sync_every_steps <= rows[0].amount:
+            return self.nearest("rounds", 1, sync_every_steps)
+        after = next((i for i, row in enumerate(rows) if i and sync_every_steps <= row.amount), len(rows) - 1)
+        a, b = rows[after - 1], rows[after]
+        share = math.log(sync_every_steps / a.amount) / math.log(b.amount / a.amount)
+        rise = b.log_ratio - a.log_ratio
+        value = a.log_ratio + share * rise if share <= 1 else b.log_ratio + (share - 1) * max(0.0, rise)
+        deviation = math.hypot((1 - share) * a.deviation, share * b.deviation)
+        return Penalty(value, deviation, max(1.0, sync_every_steps / longest))
+
     def of(self, method: Method, replicas: int, stages: int) -> Penalty:
         """Add up the penalties of all ingredients; dense data-parallel training has none."""
         parts = []
         if method.sync_every_steps:
-            parts += [self.nearest("local updates", replicas, 1), self.nearest("rounds", 1, method.sync_every_steps)]
+            parts += [self.nearest("local updates", replicas, 1), self.rounds(method.sync_every_steps)]
         if method.streaming:
             parts.append(self.nearest("streaming", replicas, 1))
         if method.pairs:

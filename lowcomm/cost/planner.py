@@ -4,7 +4,8 @@
 
 A configuration is a grid of replicas x stages and a method: gradients exchanged, or local updates with any of streaming
 (fragments, overlap, 4 bits), pairs, slices; with stages, a dense boundary or a subspace. What settings refuse, and what
-does not fit into memory, is left out. Time and bytes are `predict`'s, memory is `footprint`'s.
+does not fit into memory, is left out. Time and bytes are `predict`'s, memory is `footprint`'s. The global batch is
+rounded to what the replicas can share.
 
 Loss is not predicted: it is what runs measured of each ingredient (`ingredients`), turned into the tokens, and so the
 days, that buy a penalty back: these rank configurations.
@@ -23,40 +24,58 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import yaml
 
 from lowcomm.cost.footprint import node_bytes
 from lowcomm.cost.ingredients import Method, Penalties
-from lowcomm.cost.predict import Links, predict, sent_per_step, stage_flops
+from lowcomm.cost.predict import Links, kinds_of_stage, predict, sent_per_step, stage_flops, stage_numel
 from lowcomm.cost.tables import markdown, si_bytes
 from lowcomm.experiment.config import DataConfig, RunConfig, TrainConfig
-from lowcomm.experiment.project import pick
 from lowcomm.model.accounting import parameters
 from lowcomm.model.config import ModelConfig
 from lowcomm.model.presets import PRESETS
-from lowcomm.settings import ConfigError
+from lowcomm.settings import ConfigError, build, nearest
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equal machines, and what lies between them."""
+    """Equal machines, and what lies between them.
+
+    Machines may stand in boxes of `per_box` (the GPUs of a server), with a fast link between any two of a box; `links`
+    are then those of a box to any other, which its machines share.
+    """
 
     nodes: int
     memory_gb: float  # of one, 10^9 bytes
     tflops: float  # that one sustains in training
     links: Links
     price_per_node_hour: float = 0.0
+    per_box: int = 1
+    inside_mbit_per_s: float = 0.0
 
     def __post_init__(self) -> None:
+        if self.per_box < 1 or self.nodes % self.per_box:
+            raise ValueError(f"per_box must be at least 1 and divide nodes = {self.nodes}, got {self.per_box}")
+        if self.per_box > 1 and not 0 < self.inside_mbit_per_s < math.inf:
+            raise ValueError(f"inside_mbit_per_s must be above 0, and finite, got {self.inside_mbit_per_s}")
         for name in ("nodes", "memory_gb", "tflops"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be above 0, and finite, got {getattr(self, name)}")
         if not 0 <= self.price_per_node_hour < math.inf:
             raise ValueError(f"price_per_node_hour must be at least 0, got {self.price_per_node_hour}")
 
+    def links_of(self, width: int, stages: int) -> tuple[Links, Links]:
+        """The links between replicas, and between the stages of one, of shards of `width` machines each."""
+        inside = Links(self.inside_mbit_per_s or 1.0, stragglers=self.links.stragglers)
+        shards = self.per_box // width  # of a box, which share its link to the others
+        shared = dataclasses.replace(self.links, mbit_per_s=self.links.mbit_per_s / shards)
+        alone = self.nodes == self.per_box
+        return (inside if alone else shared), (inside if alone or shards % stages == 0 else shared)
+
 
 @dataclass(frozen=True)
 class Job:
-    """The training that is to be done. global_batch counts sequences of the model's length."""
+    """The training that is to be done. global_batch counts sequences of the model's length, and may be rounded."""
 
     model: ModelConfig
     tokens: float
@@ -67,13 +86,24 @@ class Job:
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be above 0, and finite, got {getattr(self, name)}")
 
-    @property
-    def steps(self) -> int:
-        return max(1, round(self.tokens / (self.global_batch * self.model.seq_len)))
+    def batch(self, replicas: int) -> int:
+        """The multiple of the replicas that is nearest to the batch.
+
+        Raises ConfigError where it is more than an eighth away.
+        """
+        near = replicas * max(1, round(self.global_batch / replicas))
+        if abs(near / self.global_batch - 1) > 1 / 8:
+            raise ConfigError(
+                f"global_batch = {self.global_batch} does not split into {replicas} replicas, nor does anything within"
+                " an eighth of it"
+            )
+        return near
 
 
 #: H, slices and ratios that are tried.
-ROUNDS, SLICES, RATIOS = (30, 100), (1, 2, 4, 8), (1, 8, 100)
+ROUNDS, SLICES, RATIOS = (30, 100, 300, 1000), (1, 2, 4, 8), (1, 8, 100)
+#: Rounds that a run must have room for.
+FEWEST_ROUNDS = 10
 
 
 def methods(replicas: int, stages: int) -> Iterator[Method]:
@@ -89,15 +119,22 @@ def methods(replicas: int, stages: int) -> Iterator[Method]:
                         yield Method(sync_every_steps, streaming, pairs, slices, ratio)
 
 
-def run_of(method: Method, job: Job, replicas: int, stages: int, *, recompute: bool = False) -> RunConfig:
-    """The run it would be, in micro-batches as small as they can be. Raises ConfigError where that cannot work."""
-    if job.global_batch % replicas:
-        raise ConfigError(f"global_batch = {job.global_batch} does not split into {replicas} replicas")
-    mine = job.global_batch // replicas
+def run_of(
+    method: Method, job: Job, replicas: int, stages: int, *, recompute: bool = False, width: int = 1
+) -> RunConfig:
+    """The run it would be, in micro-batches as small as they can be. Raises ConfigError where that cannot work.
+
+    width: how many machines share the sequences of each micro-batch.
+    """
+    batch = job.batch(replicas * width)
+    mine = batch // replicas // width
+    steps = max(1, round(job.tokens / (batch * job.model.seq_len)))
+    if method.sync_every_steps > ROUNDS[0] and steps < FEWEST_ROUNDS * method.sync_every_steps:
+        raise ConfigError(f"{steps} steps are fewer than {FEWEST_ROUNDS} rounds of {method.sync_every_steps}")
     most = mine if stages == 1 else 8 * stages  # of a pipeline's bubble there is little left then
     train = TrainConfig(
-        steps=job.steps,
-        global_batch=job.global_batch,
+        steps=steps,
+        global_batch=batch,
         seq_len=job.model.seq_len,
         lr=1e-3,
         warmup_steps=0,
@@ -123,54 +160,87 @@ def run_of(method: Method, job: Job, replicas: int, stages: int, *, recompute: b
 def plan(cluster: Cluster, job: Job, penalties: Penalties) -> pd.DataFrame:
     """A row for each configuration that fits, best first: fewest days to the loss of dense data-parallel training.
 
-    Columns: method, its ingredients (as `Method`), replicas, stages, micro_batches, recompute, step_seconds,
-    utilisation, bytes_per_token (of all machines, by both axes), memory_gb, days, cost, loss_percent (the penalty),
-    loss_deviation, extrapolated, days_to_equal_loss (and _low, _high), front (whether no other is both faster and
-    better at equal tokens). Empty where nothing fits; raises ConfigError where there is nothing to fit.
+    Columns: method, its ingredients (as `Method`), replicas, stages, width, global_batch, micro_batches, recompute,
+    step_seconds, utilisation, bytes_per_token (of all machines, by both axes), memory_gb, days, cost, loss_percent (the
+    penalty), loss_deviation, extrapolated, days_to_equal_loss (and _low, _high), front (whether no other is both faster
+    and better at equal tokens). Empty where nothing fits; then `attrs["least"]` has the row that needs least memory.
+    Raises ConfigError where there is nothing to fit.
     """
-    rows, tried, refused = [], False, ConfigError("no grid of replicas and stages")
-    for stages in range(1, min(cluster.nodes, job.model.layers) + 1):
-        if cluster.nodes % stages:
-            continue
-        replicas = cluster.nodes // stages
+    rows, least, refused = [], None, ConfigError("no grid of replicas and stages")
+    for width, replicas, stages in grids(cluster, job.model.layers):
         for method in methods(replicas, stages):
             try:
-                runs = [run_of(method, job, replicas, stages, recompute=again) for again in (False, True)]
+                runs = [run_of(method, job, replicas, stages, recompute=again, width=width) for again in (False, True)]
             except ConfigError as error:
                 refused = error
                 continue
-            tried = True
-            held = ((config, node_bytes(config) / 1e9) for config in runs)
-            fits = next(((config, gb) for config, gb in held if gb <= cluster.memory_gb), None)
-            if fits is not None:
-                rows.append(_row(cluster, job, method, *fits, penalties))
-    if not tried:
+            held = [(_held_gb(config, width), config) for config in runs]
+            gb, config = next((some for some in held if some[0] <= cluster.memory_gb), held[-1])
+            if gb <= cluster.memory_gb:
+                rows.append(_row(cluster, job, method, config, gb, penalties, width))
+            elif least is None or gb < least[0]:
+                least = gb, method, config, width
+    if least is None and not rows:
         raise ConfigError(f"{cluster.nodes} nodes have no configuration: {refused}")
     table = pd.DataFrame(rows)
     if table.empty:
+        gb, method, config, width = least
+        table.attrs["least"] = _row(cluster, job, method, config, gb, penalties, width)
         return table
     table["front"] = front(table.days, table.loss_percent)
     return table.sort_values(["days_to_equal_loss", "days"], kind="stable").reset_index(drop=True)
 
 
+def grids(cluster: Cluster, layers: int) -> Iterator[tuple[int, int, int]]:
+    """All (width, replicas, stages) of a cluster: a stage of a replica is sharded over `width` machines of one box."""
+    for width in (n for n in range(1, cluster.per_box + 1) if cluster.per_box % n == 0):
+        shards = cluster.nodes // width
+        for stages in (n for n in range(1, min(shards, layers) + 1) if shards % n == 0):
+            yield width, shards // stages, stages
+
+
+def _held_gb(config: RunConfig, width: int) -> float:
+    """Memory of a machine: a shard of what a whole one would hold, and two layers that are gathered."""
+    gathered = 2 * 4 * parameters(config.model).total / config.model.layers if width > 1 else 0
+    return (node_bytes(config) / width + gathered) / 1e9
+
+
+def _slower(config: RunConfig, compute: Sequence[tuple[float, float]], width: int, mbit_per_s: float) -> float:
+    """By how much sharding lengthens a step's computing, of which it is hidden behind as much as there is.
+
+    A machine gathers its stage's weights in bf16 for each pass of a micro-batch, and scatters the gradients in fp32.
+    """
+    if width == 1:
+        return 1.0
+    passes, longest = config.train.accumulation, max(map(sum, compute))
+    numel = max(stage_numel(config, stage) for stage in kinds_of_stage(config))
+    seconds = 8 * (width - 1) / width * numel * (2 * 2 * passes + 4) / (mbit_per_s * 1e6)
+    return max(1.0, seconds / (longest * passes))
+
+
 def _row(
-    cluster: Cluster, job: Job, method: Method, config: RunConfig, memory_gb: float, penalties: Penalties
+    cluster: Cluster, job: Job, method: Method, config: RunConfig, memory_gb: float, penalties: Penalties, width: int
 ) -> dict[str, Any]:
-    compute = [(f / cluster.tflops / 1e12, b / cluster.tflops / 1e12) for f, b in stage_flops(config)]
-    expected = predict(config, compute, cluster.links)
+    speed = cluster.tflops * 1e12 * width
+    compute = [(f / speed, b / speed) for f, b in stage_flops(config)]
+    slower = _slower(config, compute, width, cluster.inside_mbit_per_s)
+    between, within = cluster.links_of(width, config.stages)
+    expected = predict(config, [(slower * f, slower * b) for f, b in compute], between, within)
     seconds = float(expected.step_seconds)
     penalty = penalties.of(method, config.replicas, config.stages)
-    days = seconds * job.steps / 86_400
+    days = seconds * config.train.steps / 86_400
     likely, low, high = penalties.buy_back(penalty)
     return {
         "method": method.name,
         **dataclasses.asdict(method),
         "replicas": config.replicas,
         "stages": config.stages,
+        "width": width,
+        "global_batch": config.train.global_batch,
         "micro_batches": config.train.accumulation,
         "recompute": config.train.recompute,
         "step_seconds": seconds,
-        "utilisation": float(expected.utilisation),
+        "utilisation": float(expected.utilisation) / slower,
         "bytes_per_token": sum(sent_per_step(config)) / (config.train.global_batch * config.train.seq_len),
         "memory_gb": memory_gb,
         "days": days,
@@ -195,7 +265,11 @@ def shown(table: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(
         {
             "method": table.method,
-            "replicas x stages": [f"{r} x {s}" for r, s in zip(table.replicas, table.stages, strict=True)],
+            "replicas x stages": [
+                f"{r} x {s}" + f" of {w}" * (w > 1)
+                for r, s, w in zip(table.replicas, table.stages, table.width, strict=True)
+            ],
+            "batch": table.global_batch,
             "s/step": table.step_seconds.map("{:.3g}".format),
             "utilisation": table.utilisation.map("{:.0%}".format),
             "bytes sent per token": table.bytes_per_token.map(si_bytes),
@@ -222,37 +296,105 @@ def measured_penalties() -> Path:
     return checkout if checkout.exists() else Path(sys.prefix) / "share" / "lowcomm" / inner.name
 
 
+COLUMNS = """
+replicas x stages of n: each stage of each replica is sharded over n machines of a box (FSDP).
+batch: sequences per step; what was asked for, rounded to a multiple of the replicas. utilisation: the share of a step
+in which a machine computes. bytes sent per token: by all machines together, between replicas and between stages.
+loss: over data-parallel training's at equal tokens, as our runs measured it of each ingredient, added up, ± one
+deviation of their seeds. extrapolated: the largest factor between an ingredient (replicas, H, slices, share of the
+stream) and the run that it was measured in; the model's size comes on top. days to equal loss: with the tokens that
+make up for that loss. front: * where nothing else is both faster and better.
+Times are lower bounds: packets' headers, TCP's slow start and what is sent again are not counted."""
+
+
+def model_of(asked: str, seq_len: int = 0) -> ModelConfig:
+    """The model that a word asks for: a preset, a folder with a Hugging Face config.json, or "dim=512,layers=8,...".
+
+    seq_len: the length of training sequences; by default that of a preset, of a shape what it says, and of a folder at
+    most 4,096. Raises ConfigError.
+    """
+    if asked in PRESETS:
+        model = PRESETS[asked]
+    elif "=" in asked:
+        entries = [entry.partition("=") for entry in asked.split(",")]
+        model = build(ModelConfig, {key.strip(): yaml.safe_load(value) for key, _, value in entries}, "model")
+    elif (path := Path(asked)).exists():
+        from lowcomm.model.huggingface import read_config  # with torch, which the rest does without
+
+        model = read_config(path if path.is_dir() else path.parent)
+        model = dataclasses.replace(model, seq_len=min(model.seq_len, 4096))
+    else:
+        alike = sorted(name for name in PRESETS if asked in name)
+        hint = f"; did you mean {' or '.join(map(repr, alike))}?" if alike else nearest(asked, PRESETS)
+        raise ConfigError(f"no preset named {asked!r}{hint}")
+    return dataclasses.replace(model, seq_len=seq_len) if seq_len else model
+
+
+def question(cluster: Cluster, job: Job, name: str) -> str:
+    """What is asked, in words."""
+    links = cluster.links
+    machines = f"{cluster.nodes} machines of {cluster.memory_gb:g} GB that sustain {cluster.tflops:g} TFLOP/s"
+    between = f"{links.mbit_per_s:,g} Mbit/s and {links.latency_ms:g} ms between any two"
+    if cluster.per_box > 1:
+        between += f" boxes of {cluster.per_box}, {cluster.inside_mbit_per_s:,g} Mbit/s within one"
+    uneven = [
+        f"{value:g} of {what}" for what, value in (("jitter", links.jitter), ("straggling", links.stragglers)) if value
+    ]
+    model = f"{name}, {parameters(job.model).total / 1e9:.3g} billion parameters, on {job.tokens:.3g} tokens"
+    return (
+        f"{machines}, {', '.join([between, *uneven])}.\n{model}, about {job.global_batch} sequences of"
+        f" {job.model.seq_len:,} tokens per step."
+    )
+
+
 def main(words: Sequence[str] | None = None) -> int:
     """The command."""
     ask = argparse.ArgumentParser(prog="lowcomm plan", description=__doc__.splitlines()[0])
     number = functools.partial(ask.add_argument, type=float)
     ask.add_argument("--nodes", type=int, required=True)
     number("--memory-gb", required=True, help="of one machine")
-    number("--mbit-per-s", required=True, help="between any two machines")
+    number("--mbit-per-s", required=True, help="between any two machines, or boxes")
+    ask.add_argument("--per-box", type=int, default=1, help="machines that stand in a box (GPUs of a server)")
+    number("--inside-mbit-per-s", default=0.0, help="between two machines of a box")
     number("--latency-ms", default=0.0)
     number("--jitter", default=0.0, help="of the latency, standard deviation over mean")
     number("--stragglers", default=0.0, help="of a step's computing, standard deviation over mean")
     number("--tflops", default=60.0, help="that a machine sustains (default: %(default)s)")
     number("--price", default=0.0, help="of a machine's hour")
-    ask.add_argument("--model", required=True, help="a preset of lowcomm.model.presets")
-    number("--tokens", default=0.0, help="default: 20 a parameter")
-    ask.add_argument("--global-batch", type=int, default=256, help="sequences (default: %(default)s)")
+    ask.add_argument(
+        "--model",
+        required=True,
+        help="a preset (partial_updates/1.3b), a folder with a Hugging Face config.json, or dim=512,layers=8,...",
+    )
+    ask.add_argument("--seq-len", type=int, default=0, help="of training sequences (default: the model's)")
+    number("--tokens", default=0.0, help="default: 20 per parameter")
+    ask.add_argument("--global-batch", type=int, default=256, help="sequences, about (default: %(default)s)")
     ask.add_argument("--penalties", type=Path, help="what methods cost in loss (default: as measured at laptop scale)")
-    ask.add_argument("--rows", type=int, default=12, help="shown besides the front (default: %(default)s)")
+    ask.add_argument("--rows", type=int, default=12, help="shown at most (default: %(default)s)")
     given = ask.parse_args(words)
     try:
         links = Links(given.mbit_per_s, given.latency_ms, given.jitter, given.stragglers)
-        cluster = Cluster(given.nodes, given.memory_gb, given.tflops, links, given.price)
-        model = pick(PRESETS, given.model, "preset")
+        inside = (given.per_box, given.inside_mbit_per_s)
+        cluster = Cluster(given.nodes, given.memory_gb, given.tflops, links, given.price, *inside)
+        model = model_of(given.model, given.seq_len)
         job = Job(model, given.tokens or 20 * parameters(model).total, given.global_batch)
         table = plan(cluster, job, Penalties.read(given.penalties or measured_penalties()))
     except (ConfigError, ValueError) as error:
         ask.exit(2, f"{error}\n")
+    print(question(cluster, job, given.model), flush=True)
     if table.empty:
-        ask.exit(1, f"nothing fits into {given.memory_gb:g} GB on {given.nodes} nodes\n")
-    print(f"{job.tokens:.3g} tokens in {job.steps:,} steps; {len(table)} configurations fit; best first\n")
-    print(markdown(shown(table[(table.index < given.rows) | table.front])))
-    print("\nTimes are lower bounds: packets' headers, TCP's slow start and what is sent again are not counted.")
+        least = table.attrs["least"]
+        ask.exit(
+            1,
+            f"nothing fits into {given.memory_gb:g} GB: the least is {least['memory_gb']:.3g} GB, of {least['method']}"
+            f" on {shown(pd.DataFrame([least | {'front': False}]))['replicas x stages'][0]} (replicas x stages),"
+            f" {least['memory_gb'] - given.memory_gb:.3g} GB more\n",
+        )
+    best = table.index < given.rows
+    hidden = f", {(table.front & ~best).sum()} on the front not shown (--rows)" if (table.front & ~best).any() else ""
+    print(f"{len(table)} configurations fit; the best {best.sum()} of them{hidden}:\n")
+    print(markdown(shown(table[best])))
+    print(COLUMNS)
     return 0
 
 

@@ -188,29 +188,34 @@ class Prediction:
     utilisation: NDArray[np.float64]
 
 
-def predict(config: RunConfig, compute: Sequence[tuple[float, float]], links: Links) -> Prediction:
+def predict(
+    config: RunConfig, compute: Sequence[tuple[float, float]], links: Links, within: Links | None = None
+) -> Prediction:
     """How long a step takes.
 
     compute: seconds (forward, backward) of a micro-batch at each stage, e.g. `stage_flops` over a machine's FLOP/s.
-    Raises ValueError for sharded models, whose traffic is FSDP2's own.
+    links: between replicas; and between the stages of one, unless `within` has others. Raises ValueError for sharded
+    models, whose traffic is FSDP2's own.
     """
     m, t, stages = config.method, config.train, config.stages
     if m.exchange == "fsdp":
         raise ValueError("what FSDP2 sends is not predicted: method.exchange = fsdp")
     if len(compute) != stages:
         raise ValueError(f"{len(compute)} stages' seconds for {stages} stages")
-    bits_per_second = np.asarray(links.mbit_per_s, dtype=np.float64) * 1e6
+    within = links if within is None else within
+    bits_per_second, bits_within = (np.asarray(ls.mbit_per_s, dtype=np.float64) * 1e6 for ls in (links, within))
     latency, jitter = links.latency_ms / 1e3, sigma_of(links.jitter)
     longer = _uneven(config, links.stragglers)
     forward, backward = (tuple(seconds * longer for seconds in way) for way in zip(*compute, strict=True))
     if stages == 1:
         step: Seconds = np.zeros_like(bits_per_second) + (forward[0] + backward[0]) * t.accumulation
     else:
-        activations, gradients = (8 * nbytes / bits_per_second for nbytes in message_bytes(config))
-        wires = ((seconds,) * (stages - 1) for seconds in (activations, gradients, latency))
+        activations, gradients = (8 * nbytes / bits_within for nbytes in message_bytes(config))
+        wires = ((seconds,) * (stages - 1) for seconds in (activations, gradients, within.latency_ms / 1e3))
         step = gpipe_step(Stages(forward, backward, *wires), t.accumulation)
-        step = step + 2 * latency * expected_max(stages, jitter)  # the gradient norm
-    step = step + 8 * sum(_moved_bytes(config)) / bits_per_second
+        step = step + 2 * within.latency_ms / 1e3 * expected_max(stages, sigma_of(within.jitter))  # the gradient norm
+    among, own = _moved_bytes(config)
+    step = step + 8 * (among / bits_per_second + own / bits_within)
     wait = latency * expected_max(_met(config), jitter)
     if m.exchange == "gradients" and config.replicas > 1:
         numel = max(stage_numel(config, stage) for stage in kinds_of_stage(config))
@@ -243,11 +248,17 @@ def _uneven(config: RunConfig, stragglers: float) -> float:
 def _with_turns(config: RunConfig, pipeline: Seconds, bits_per_second: NDArray[np.float64], wait: float) -> Seconds:
     """Return the seconds per step where fragments take turns, once it has settled: of the third and fourth round.
 
-    Stages end a step together, as the norm of their gradients is one.
+    Stages end a step together, as the norm of their gradients is one. Steps after which nothing is sent or awaited are
+    not gone through, so that a long round takes no longer than a short one.
     """
     timeline, stages = Timeline(), list(kinds_of_stage(config))
-    plans, parts = {s: config.plan(s) for s in stages}, {s: turns(config, s) for s in stages}
+    parts = {s: turns(config, s) for s in stages}
     h, tau = config.method.sync_every_steps, max(config.method.overlap_steps)
+    sent: dict[int, list[tuple[int, int]]] = {}  # step -> (stage, fragment) whose turn is after it
+    for s in stages:
+        for index, fragment in enumerate(config.plan(s).fragments):
+            for step in range(fragment.offset + h, 4 * h + 1, h):
+                sent.setdefault(step, []).append((s, index))
     now: Seconds = np.zeros_like(bits_per_second)
     settled: Seconds = now
     coming: dict[tuple[int, int], tuple[int, Seconds]] = {}  # (stage, fragment): the step after which, and when
@@ -256,11 +267,12 @@ def _with_turns(config: RunConfig, pipeline: Seconds, bits_per_second: NDArray[n
     def arrived(stage: int, part: Turn) -> Seconds:
         return timeline.add(stage, 8 * part.most / bits_per_second + part.phases * wait, [now])
 
-    for step in range(1, 4 * h + 1):
-        now = now + pipeline
-        for s in stages:
-            for index in plans[s].turns(step):
-                coming[s, index] = step + tau, arrived(s, parts[s][index][OUTER])
+    before = 0
+    for step in sorted({*sent, *(step + tau for step in sent if step + tau <= 4 * h), 2 * h, 4 * h}):
+        now = now + (step - before) * pipeline
+        before = step
+        for s, index in sent.get(step, ()):
+            coming[s, index] = step + tau, arrived(s, parts[s][index][OUTER])
         due = [key for key, (when, _) in coming.items() if when <= step]
         for key in due:
             now = np.maximum(now, np.maximum(coming.pop(key)[1], slow.pop(key, 0.0)))

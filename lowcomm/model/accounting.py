@@ -11,6 +11,7 @@ N heads, K key/value heads, C head width, R rank of a subspace, P parameters, M 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -76,6 +77,7 @@ def _written(c: ModelConfig, constraint: Constraint | None) -> tuple[int, int]:
     return narrow * constraint.rank + (c.layers - narrow) * c.dim, narrow
 
 
+@functools.cache
 def parameters(
     c: ModelConfig, constraint: Constraint | None = None, *, stage: int = 0, stages: int = 1
 ) -> ParameterCount:
