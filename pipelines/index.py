@@ -42,7 +42,7 @@ def tables(scale: str) -> dict[str, list[Path]]:
 
 
 def judged(some: list[Path]) -> dict[Path, list[tuple[Claim, str]]]:
-    """The claims of a paper's tables, table by table, with their outcomes: they are judged together."""
+    """Return the claims of a paper's tables, table by table, with their outcomes. They are judged together."""
     claims = [(table, claim) for table in some for claim in read_claims(table)]
     found: dict[Path, list[tuple[Claim, str]]] = {table: [] for table in some}
     for (table, claim), outcome in zip(claims, judge([claim for _, claim in claims]), strict=True):
@@ -63,7 +63,7 @@ def page(title: str, folder: Path, some: list[Path]) -> str:
 
 
 def ladder() -> list[Path]:
-    """The ladder's tables: what is done, then how it was tuned."""
+    """Return the ladder's tables in their order: what was found, and then how it was tuned."""
     names = ("gaps", "slopes", "predictions", "tuning", "learning_rate", "gain")
     return [table for name in names if (table := ROOT / "results" / "ladder" / f"{name}.md").exists()]
 

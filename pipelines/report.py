@@ -63,7 +63,7 @@ def read_claims(table: Path) -> list[Claim]:
 
 
 def regime_of(summary: Mapping[str, Any]) -> Regime:
-    """What a run was, as far as the run itself tells: of one seed."""
+    """Return the regime of a single run, which has one seed, from its summary."""
     run, train, method = summary["run"], summary["run"]["train"], summary["run"]["method"]
     rounds = train["steps"] / method["sync_every_steps"] if method["exchange"] == "parameters" else math.inf
     step = train["global_batch"] * train["seq_len"] / run["replicas"]
@@ -98,7 +98,7 @@ class Comparison:
         return Paired.of(self._by_seed(a), self._by_seed(b))
 
     def regime(self, *keys: Any) -> Regime:
-        """What the runs of some cells (default: all) were: the least of each, and the seeds that all of them have."""
+        """Return the regime of some cells (default: all): the least of their runs, and the seeds that all have."""
         keys = keys or tuple(self.runs)
         regime = functools.reduce(Regime.least, (regime_of(s) for key in keys for s in self.runs[key]))
         seeds = set.intersection(*(set(self._by_seed(key)) for key in keys))
@@ -128,7 +128,7 @@ class Comparison:
         return dataclasses.replace(found, regime=self.regime(*rise, *other))
 
     def fact(self, holds: bool, *keys: Any) -> Evidence:
-        """What some cells (default: all) show without any comparison of losses."""
+        """Return as evidence what some cells (default: all) show without any comparison of losses."""
         return dataclasses.replace(fact(holds), regime=self.regime(*keys))
 
     def difference(self, a: Any, b: Any) -> str:
@@ -201,7 +201,7 @@ def write(
 
 
 def told(claim: Claim, outcome: str = "") -> str:
-    """A claim in words, with its outcome where that is known: that takes all of a paper's claims."""
+    """Return a claim in words, with its outcome where that is known, as it is once all of a paper's claims are."""
     words = f"Claim: {claim.text}. {outcome or 'Seen'}: {claim.seen}."
     if claim.criterion:
         words += f" Called borne out if {claim.criterion}."

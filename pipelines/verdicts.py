@@ -36,14 +36,13 @@ LEVEL = 0.05
 FACTOR = 2.0
 #: By how much of the loss two methods may differ, by default, and be "as good": d of 1 %.
 MARGIN = 0.01
-BORNE_OUT, DIRECTION, NOT_BORNE_OUT, NOT_RESOLVED, OUTSIDE = (
+OUTCOMES = BORNE_OUT, DIRECTION, NOT_BORNE_OUT, NOT_RESOLVED, OUTSIDE = (
     "Borne out",
     "Borne out in direction only",
     "Not borne out",
     "Not resolved",
     "Outside this regime",
 )
-OUTCOMES = (BORNE_OUT, DIRECTION, NOT_BORNE_OUT, NOT_RESOLVED, OUTSIDE)
 
 
 def student(t: float, freedom: int) -> float:
@@ -237,7 +236,7 @@ class Claim:
         told = dict(record)
         if told["evidence"] is not None:
             evidence = {k: math.nan if v is None and k.startswith("p_") else v for k, v in told["evidence"].items()}
-            regime = evidence["regime"] and Regime(*map(_number, evidence["regime"].values()))
+            regime = evidence["regime"] and Regime(*map(float, evidence["regime"].values()))
             told["evidence"] = Evidence(**evidence | {"regime": regime})
         return cls(**told | {"needs": Regime(**told["needs"])})
 
@@ -254,10 +253,6 @@ class Claim:
         return plain(dataclasses.asdict(self))
 
 
-def _number(value: float | str) -> float:
-    return float(value) if isinstance(value, str) else value
-
-
 def holm(found: Sequence[float]) -> list[float]:
     """Holm's correction: the probabilities in their order, as they are among so many. NaN stays, and does not count."""
     counted = sorted((p, i) for i, p in enumerate(found) if not math.isnan(p))
@@ -269,18 +264,18 @@ def holm(found: Sequence[float]) -> list[float]:
 
 
 def judge(claims: Sequence[Claim]) -> list[str]:
-    """The outcome of each of a paper's claims. Neither facts nor what is outside the regime count among the tests."""
-    tested = [claim for claim in claims if not claim.outside and not claim.evidence.is_certain]
+    """Return the outcome of each of a paper's claims.
+
+    Neither facts nor what is outside the regime count among the tests.
+    """
+    found = {id(c): (c.evidence.p_for, c.evidence.p_against) for c in claims if not c.outside}
+    tested = [claim for claim in claims if id(claim) in found and not claim.evidence.is_certain]
     sides = (holm([getattr(c.evidence, side) for c in tested]) for side in ("p_for", "p_against"))
-    corrected = {id(claim): both for claim, *both in zip(tested, *sides, strict=True)}
-    return [_outcome(claim, *corrected.get(id(claim), ())) for claim in claims]
+    found |= {id(claim): both for claim, *both in zip(tested, *sides, strict=True)}
+    return [f"{OUTSIDE} ({c.outside})" if c.outside else _outcome(c, *found[id(c)]) for c in claims]
 
 
-def _outcome(claim: Claim, p_for: float | None = None, p_against: float | None = None) -> str:
-    if claim.outside:
-        return f"{OUTSIDE} ({claim.outside})"
-    p_for = claim.evidence.p_for if p_for is None else p_for
-    p_against = claim.evidence.p_against if p_against is None else p_against
+def _outcome(claim: Claim, p_for: float, p_against: float) -> str:
     if p_for < LEVEL:
         return BORNE_OUT if _as_large(claim) else DIRECTION
     return NOT_BORNE_OUT if p_against < LEVEL else NOT_RESOLVED

@@ -57,7 +57,7 @@ def command(*words: str) -> None:
 
 @functools.cache
 def _context() -> BaseContext:
-    """How processes start: forked by a server that has imported torch, as that takes seconds; anew where GPUs are."""
+    """Return how processes start: forked by a server that has imported torch, which takes seconds; anew with GPUs."""
     if torch.cuda.device_count():
         return multiprocessing.get_context("spawn")
     multiprocessing.set_forkserver_preload(["lowcomm.train", "torch._dynamo", "tests.cases"])
@@ -94,7 +94,10 @@ class Group:
         return any(process.is_alive() for process in self.processes)
 
     def wait(self, timeout: float = 240) -> subprocess.CompletedProcess[str]:
-        """Their end: an exit status that is not 0 if one has it, and all that they wrote. Too late, they are killed."""
+        """Wait for their end; return an exit status that is not 0, if one has it, and all that they wrote.
+
+        Those that have not ended in time are killed.
+        """
         deadline = time.monotonic() + timeout
         for process in self.processes:
             process.join(max(deadline - time.monotonic(), 0))

@@ -105,9 +105,10 @@ class Penalties:
         return Penalty(float(row.log_ratio), float(row.deviation), math.exp(max(apart(row))))
 
     def rounds(self, sync_every_steps: int) -> Penalty:
-        """What H adds: on the line through the runs on either side, in ln H; beyond the longest that line goes on.
+        """Return what a round of H steps adds, on the line through the runs with the nearest H on either side, in ln H.
 
-        It never falls beyond the longest, and its deviation grows with the distance; below the shortest it is that.
+        Beyond the longest H that was run the line of the last two goes on, but does not fall, and its deviation grows
+        with the distance. Below the shortest H it is the penalty of that one.
         """
         rows = sorted(self.rows.get("rounds", ()), key=lambda row: row.amount)
         longest = rows[-1].amount if rows else math.nan

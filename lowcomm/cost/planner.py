@@ -65,8 +65,10 @@ class Cluster:
             raise ValueError(f"price_per_node_hour must be at least 0, got {self.price_per_node_hour}")
 
     def links_of(self, width: int, stages: int) -> tuple[Links, Links]:
-        """The links between replicas, and between the stages of one, of shards of `width` machines each."""
-        inside = Links(self.inside_mbit_per_s or 1.0, stragglers=self.links.stragglers)
+        """Return the links between replicas, and those between the stages of one, for shards of `width` machines."""
+        if self.per_box == 1:
+            return self.links, self.links
+        inside = Links(self.inside_mbit_per_s, stragglers=self.links.stragglers)
         shards = self.per_box // width  # of a box, which share its link to the others
         shared = dataclasses.replace(self.links, mbit_per_s=self.links.mbit_per_s / shards)
         alone = self.nodes == self.per_box
@@ -87,7 +89,7 @@ class Job:
                 raise ValueError(f"{name} must be above 0, and finite, got {getattr(self, name)}")
 
     def batch(self, replicas: int) -> int:
-        """The multiple of the replicas that is nearest to the batch.
+        """Return the multiple of the replicas that is nearest to the batch.
 
         Raises ConfigError where it is more than an eighth away.
         """
@@ -192,7 +194,7 @@ def plan(cluster: Cluster, job: Job, penalties: Penalties) -> pd.DataFrame:
 
 
 def grids(cluster: Cluster, layers: int) -> Iterator[tuple[int, int, int]]:
-    """All (width, replicas, stages) of a cluster: a stage of a replica is sharded over `width` machines of one box."""
+    """Yield all (width, replicas, stages) of a cluster. A replica's stage is sharded over `width` machines of a box."""
     for width in (n for n in range(1, cluster.per_box + 1) if cluster.per_box % n == 0):
         shards = cluster.nodes // width
         for stages in (n for n in range(1, min(shards, layers) + 1) if shards % n == 0):
@@ -200,15 +202,16 @@ def grids(cluster: Cluster, layers: int) -> Iterator[tuple[int, int, int]]:
 
 
 def _held_gb(config: RunConfig, width: int) -> float:
-    """Memory of a machine: a shard of what a whole one would hold, and two layers that are gathered."""
+    """Return the GB of a machine, which holds a shard of what a whole one would, and two layers that are gathered."""
     gathered = 2 * 4 * parameters(config.model).total / config.model.layers if width > 1 else 0
     return (node_bytes(config) / width + gathered) / 1e9
 
 
 def _slower(config: RunConfig, compute: Sequence[tuple[float, float]], width: int, mbit_per_s: float) -> float:
-    """By how much sharding lengthens a step's computing, of which it is hidden behind as much as there is.
+    """Return the factor by which sharding lengthens a step's computing, behind which its messages are hidden.
 
     A machine gathers its stage's weights in bf16 for each pass of a micro-batch, and scatters the gradients in fp32.
+    The factor is 1 as long as all of that takes less time than computing does.
     """
     if width == 1:
         return 1.0
@@ -308,7 +311,7 @@ Times are lower bounds: packets' headers, TCP's slow start and what is sent agai
 
 
 def model_of(asked: str, seq_len: int = 0) -> ModelConfig:
-    """The model that a word asks for: a preset, a folder with a Hugging Face config.json, or "dim=512,layers=8,...".
+    """Return the model that a word names: a preset, a folder with a Hugging Face config.json, or "dim=512,layers=8".
 
     seq_len: the length of training sequences; by default that of a preset, of a shape what it says, and of a folder at
     most 4,096. Raises ConfigError.
@@ -331,7 +334,7 @@ def model_of(asked: str, seq_len: int = 0) -> ModelConfig:
 
 
 def question(cluster: Cluster, job: Job, name: str) -> str:
-    """What is asked, in words."""
+    """Return the question that is asked, in words: the machines, their links, the model and its training."""
     links = cluster.links
     machines = f"{cluster.nodes} machines of {cluster.memory_gb:g} GB that sustain {cluster.tflops:g} TFLOP/s"
     between = f"{links.mbit_per_s:,g} Mbit/s and {links.latency_ms:g} ms between any two"

@@ -80,7 +80,7 @@ def read_losses(folder: Path) -> dict[int, float]:
 
 
 def gap_rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    """The rows of gaps.csv: of each cell the means over its pairs, and the gap in % of the loss with its 95 % interval.
+    """Return the rows of gaps.csv: each cell's means over its pairs, and its gap in % of the loss with a 95 % interval.
 
     Data-parallel training, against which gaps are, is left out.
     """
@@ -108,7 +108,7 @@ def gap_rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
 
 
 def read_trials(ladder: Ladder) -> list[dict[str, Any]]:
-    """All trials that are done: "rung", "row", "val_loss" (None where it diverged), and the values of their lines."""
+    """Return all trials that are done: "rung", "row", "val_loss" (None where it diverged), and their lines' values."""
     found = []
     for file in sorted((ladder.results / "tuning").rglob("*.json")):
         outcome = json.loads(file.read_text())
