@@ -35,7 +35,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the last notebooks, which train and replay what the others only read, so that none is left to the end."""
+    """Begin with the last notebooks, which train and replay most, so that no worker is left alone with them."""
     files = {item.path: None for item in items}
     order = {path: -number for number, path in enumerate(files)}
     items.sort(key=lambda item: order[item.path])
