@@ -18,7 +18,8 @@ COLOURS = {
     "noloco": "#D55E00",
     "partial": "#CC79A7",
     "subspace": "#E69F00",
-    "local_sgd": "#56B4E9",
+    "averaging": "#56B4E9",
+    "together": "#7B3294",
 }
 #: One line style a replica count, where a figure shows several.
 DASHES = {1: (0, (1, 1)), 2: "-", 4: "--", 8: ":"}

@@ -40,7 +40,7 @@ def draw(table: pd.DataFrame, title: str = "") -> Figure:
         look = {"ms": 5, "mec": edge, "mfc": fill, "mew": 1.2, "alpha": 0.7, "ls": ""}
         ax.plot(table["days"][chosen], table["loss_percent"][chosen], "o", label=name, **look)
     front, advised = table[table["front"]].sort_values("days"), table.iloc[0]
-    ax.step(front["days"], front["loss_percent"], where="post", color="#7B3294", lw=1, label="front")
+    ax.step(front["days"], front["loss_percent"], where="post", color=plots.COLOURS["together"], lw=1, label="front")
     told = f"advised: {advised['method']}; on {advised['replicas']} x {advised['stages']} machines"
     star = {"ms": 15, "mfc": "#FFD92F", "mec": "black", "ls": "", "zorder": 3}
     ax.plot(advised["days"], advised["loss_percent"], "*", label="advised", **star)

@@ -13,32 +13,41 @@ import pytest
 from lowcomm.__main__ import main as lowcomm
 from lowcomm.cost import planner
 from lowcomm.cost.footprint import node_bytes
-from lowcomm.cost.ingredients import Method, Penalties, Penalty
+from lowcomm.cost.ingredients import Law, Method, Penalties, Penalty
 from lowcomm.cost.planner import Cluster, Job, front, methods, model_of, plan, run_of, shown
 from lowcomm.cost.predict import Links, message_bytes
+from lowcomm.experiment.data import prepared
+from lowcomm.experiment.project import Project
+from lowcomm.experiment.train import train_in_threads
 from lowcomm.model.accounting import parameters
 from lowcomm.model.config import ModelConfig
 from lowcomm.model.huggingface import public_config
 from lowcomm.model.presets import PRESETS
 from lowcomm.settings import ConfigError
+from pipelines.ladder.penalties import penalties_of
+from pipelines.ladder.plan import LADDER
+from pipelines.report import published
 
 MODEL = ModelConfig(256, 8, 8, 1024, 4096, 512)
 JOB = Job(MODEL, tokens=1e9, global_batch=64)
-COLUMNS = ["ingredient", "replicas", "amount", "log_ratio", "deviation"]
+COLUMNS = ["ingredient", "replicas", "amount", "parameters", "log_ratio", "deviation", "source"]
+SIZE = parameters(MODEL).total
 ROWS = [
-    ("local updates", 2, 1, 0.02, 0.01),
-    ("local updates", 8, 1, 0.10, 0.01),
-    ("rounds", 1, 30, 0.0, 0.0),
-    ("rounds", 1, 100, 0.03, 0.01),
-    ("streaming", 2, 1, 0.01, 0.01),
-    ("pairs", 8, 1, 0.02, 0.02),
-    ("routes", 8, 1, 0.01, 0.01),
-    ("slices", 8, 2, 0.01, 0.01),
-    ("slices", 8, 8, 0.20, 0.01),
-    ("subspace", 1, 8, 0.15, 0.01),
-    ("tokens", 1, 1, -0.1, 0.01),
+    ("local updates", 2, 1, SIZE, 0.02, 0.01, "ours"),
+    ("local updates", 8, 1, SIZE, 0.10, 0.01, "ours"),
+    ("rounds", 2, 100, SIZE, 0.03, 0.01, "ours"),
+    ("streaming", 2, 1, SIZE, 0.01, 0.01, "ours"),
+    ("pairs", 8, 1, SIZE, 0.02, 0.02, "ours"),
+    ("routes", 8, 1, SIZE, 0.01, 0.01, "ours"),
+    ("slices", 8, 2, SIZE, 0.01, 0.01, "ours"),
+    ("slices", 8, 8, SIZE, 0.20, 0.01, "ours"),
+    ("subspace", 1, 8, SIZE, 0.15, 0.01, "ours"),
 ]
 PENALTIES = Penalties(pd.DataFrame(ROWS, columns=COLUMNS))
+
+
+def _installed() -> Penalties:
+    return Penalties.read(planner.measured_penalties())
 
 
 def _cluster(mbit_per_s: float, *, nodes: int = 8, memory_gb: float = 24.0) -> Cluster:
@@ -108,23 +117,89 @@ def test_the_batch_is_rounded_to_what_replicas_can_share() -> None:
         run_of(Method(100), Job(MODEL, tokens=1e7, global_batch=64), 2, 1)
 
 
-def test_rounds_cost_what_the_line_through_their_neighbours_says() -> None:
-    """Measured are 0 at H = 30 and 0.03 at 100; beyond, the line in ln H goes on, but does not fall."""
-    assert PENALTIES.rounds(30) == Penalty(0.0, 0.0, 1.0)
-    assert PENALTIES.rounds(100).log_ratio == pytest.approx(0.03)
-    assert PENALTIES.rounds(55).log_ratio == pytest.approx(0.03 * math.log(55 / 30) / math.log(100 / 30))
-    long = PENALTIES.rounds(1000)
+def _rounds(penalties: Penalties, sync_every_steps: float) -> Penalty:
+    return penalties.one("rounds", sync_every_steps, 2, SIZE)
+
+
+def test_an_amount_lies_on_the_line_through_its_neighbours() -> None:
+    """Of H there are 0 at 30 and 0.03 at 100; beyond, the line in ln H goes on, but does not fall."""
+    assert _rounds(PENALTIES, 100).log_ratio == pytest.approx(0.03)
+    assert _rounds(PENALTIES, 55).log_ratio == pytest.approx(0.03 * math.log(55 / 30) / math.log(100 / 30))
+    long = _rounds(PENALTIES, 1000)
     assert long.log_ratio == pytest.approx(0.03 * math.log(1000 / 30) / math.log(100 / 30))
-    assert long.deviation > 2 * PENALTIES.rounds(100).deviation
+    assert long.deviation > 2 * _rounds(PENALTIES, 100).deviation
     assert long.extrapolated == pytest.approx(10)
-    assert PENALTIES.rounds(10).log_ratio == 0.0
-    falling = pd.DataFrame([("rounds", 1, 300, 0.01, 0.01), *ROWS], columns=COLUMNS)
-    assert Penalties(falling).rounds(3000).log_ratio == pytest.approx(0.01)
+    assert _rounds(PENALTIES, 10).log_ratio == 0.0
+    falling = [row for row in ROWS if row[0] != "rounds"] + [("rounds", 2, 100, SIZE, -0.01, 0.01, "ours")]
+    assert _rounds(Penalties(pd.DataFrame(falling, columns=COLUMNS)), 3000).log_ratio == pytest.approx(-0.01)
+    # Of slices there are three points: none at 1, 0.01 at 2, 0.20 at 8; beyond, the line is that from 1 to 8.
+    assert PENALTIES.one("slices", 4, 8, SIZE).log_ratio == pytest.approx(0.105)
+    assert PENALTIES.one("slices", 64, 8, SIZE).log_ratio == pytest.approx(0.40)
+
+
+def test_a_size_lies_on_the_line_through_its_neighbours_and_no_fall_is_hoped_for() -> None:
+    sizes = [("local updates", 2, 1, size, gap, 0.001, "ours") for size, gap in ((1e5, 0.08), (1e6, 0.04), (1e7, 0.02))]
+    penalties = Penalties(pd.DataFrame(sizes, columns=COLUMNS))
+    seen = {size: penalties.one("local updates", 1, 2, size) for size in (1e4, 1e5, 10**5.5, 1e7, 1e9)}
+    assert [p.log_ratio for p in seen.values()] == pytest.approx([0.08, 0.08, 0.06, 0.02, 0.02])
+    assert [p.extrapolated for p in seen.values()] == pytest.approx([10, 1, 10**0.5, 1, 100])
+    assert seen[1e9].deviation > 3 * seen[1e7].deviation > 2 * seen[10**5.5].deviation
+
+
+def test_the_nearest_source_is_asked() -> None:
+    """Ours has few replicas and a small model, the paper's many and a large one."""
+    table = [("local updates", 2, 1, 1e6, 0.04, 0.01, "ours"), ("local updates", 8, 1, 1e9, 0.01, 0.01, "theirs")]
+    penalties = Penalties(pd.DataFrame(table, columns=COLUMNS))
+    for replicas, size, source in ((2, 1e6, "ours"), (2, 1e9, "theirs"), (8, 1e6, "ours"), (8, 1e8, "theirs")):
+        assert penalties.one("local updates", 1, replicas, size).source == source
+
+
+def test_a_method_of_what_nothing_has_measured_is_not_advised() -> None:
+    table = pd.DataFrame([row for row in ROWS if row[0] not in ("slices", "routes")], columns=COLUMNS)
+    found = plan(_cluster(100.0), JOB, Penalties(table))
+    assert set(found.slices) == {1}
+    assert set(found[found.pairs].stages) == {1}
+    with pytest.raises(ConfigError, match="nothing has measured slices"):
+        Penalties(table).of(Method(30, slices=2), 8, 1, SIZE)
+
+
+def test_a_composed_run_says_by_how_much_sums_miss() -> None:
+    """Of local updates, streaming, pairs, routes, slices and a subspace: 0.10 + 0.01 + 0.02 + 0.01 + 0.01 + 0.15."""
+    table = pd.DataFrame([*ROWS, ("composed", 8, 8, SIZE, 0.40, 0.0, "ours")], columns=COLUMNS)
+    penalties = Penalties(table)
+    ((size, whole, summed, count),) = penalties.composed()
+    assert (size, whole, count) == (SIZE, 0.40, 6)
+    assert summed == pytest.approx(0.30)
+    assert penalties.missed == pytest.approx(0.02)  # for each ingredient beyond the first
+    for method, others in ((Method(30), 0), (Method(30, streaming=True, slices=2), 2)):
+        wider, plain = (p.of(method, 8, 1, SIZE) for p in (penalties, PENALTIES))
+        assert wider.log_ratio == plain.log_ratio
+        assert wider.deviation == pytest.approx(math.hypot(plain.deviation, 0.02 * others))
+
+
+def test_tokens_buy_back_what_is_above_the_floor() -> None:
+    law = Law(floor=2.0, a=0.0, alpha=1.0, b=1000.0, beta=0.5)
+    tokens = 1e6  # a loss of 3, of which 1 falls with tokens
+    assert law.factor(0.0, 1e6, tokens) == law.factor(-0.1, 1e6, tokens) == 1.0
+    assert law.factor(math.log(3 / 2.5), 1e6, tokens) == pytest.approx(
+        4.0
+    )  # half of that 1 is won by four times as many
+    assert math.isinf(law.factor(math.log(3 / 2), 1e6, tokens))
+    # As printed, at 1.3 billion parameters and 26 billion tokens: 2.46 nats, of which 0.32 are of tokens.
+    like = Law()
+    rest, text = like.floor + like.a * 1.3e9**-like.alpha, like.b * 26e9**-like.beta
+    assert (rest + text, text) == (pytest.approx(2.466, abs=1e-3), pytest.approx(0.323, abs=1e-3))
+    p = 0.02
+    x = like.factor(p, 1.3e9, 26e9)
+    assert (rest + like.b * (x * 26e9) ** -like.beta) * math.exp(p) == pytest.approx(rest + text)
+    assert math.isinf(like.factor(0.2, 1.3e9, 26e9))
 
 
 def test_long_rounds_are_tried_and_wanted_by_slow_links() -> None:
     job = Job(MODEL, tokens=1e10, global_batch=64)
-    fast, slow = (plan(_cluster(rate), job, PENALTIES) for rate in (1000.0, 0.3))
+    cheap = [(*row[:4], row[4] / 10, *row[5:]) for row in ROWS]
+    penalties = Penalties(pd.DataFrame(cheap, columns=COLUMNS))
+    fast, slow = (plan(_cluster(rate), job, penalties) for rate in (1000.0, 0.3))
     assert {0, 30, 100, 300, 1000} == set(slow.sync_every_steps)
     assert slow.sync_every_steps[0] == 1000 > fast.sync_every_steps[0]
 
@@ -195,34 +270,75 @@ def test_a_dense_boundary_is_billed_as_the_bf16_that_is_computed(nodes: int) -> 
 
 
 def test_penalties_come_from_the_nearest_run_and_add_up() -> None:
-    near = PENALTIES.nearest("local updates", 16, 1)
+    near = PENALTIES.one("local updates", 1, 16, SIZE)
     assert near.log_ratio == 0.10
     assert near.extrapolated == pytest.approx(2.0)
-    assert PENALTIES.of(Method(), 8, 1) == Penalty(0.0, 0.0, 1.0)
-    both = PENALTIES.of(Method(30, streaming=True, slices=2), 2, 1)
+    assert PENALTIES.of(Method(), 8, 1, SIZE) == Penalty(0.0, 0.0, 1.0)
+    both = PENALTIES.of(Method(30, streaming=True, slices=2), 2, 1, SIZE)
     assert both.log_ratio == pytest.approx(0.02 + 0.01 + 0.01)
     assert both.deviation == pytest.approx(0.01 * math.sqrt(3))
     assert both.extrapolated == pytest.approx(4.0)  # slices, measured with eight replicas
-    rarer = PENALTIES.of(Method(100, streaming=True, slices=2), 2, 1)
+    rarer = PENALTIES.of(Method(100, streaming=True, slices=2), 2, 1, SIZE)
     assert rarer.log_ratio - both.log_ratio == pytest.approx(0.03)
-    routed, alone = (PENALTIES.of(Method(30, pairs=True), 8, stages) for stages in (2, 1))
+    routed, alone = (PENALTIES.of(Method(30, pairs=True), 8, stages, SIZE) for stages in (2, 1))
     assert routed.log_ratio - alone.log_ratio == pytest.approx(0.01)
-    narrow = PENALTIES.of(Method(ratio=100), 1, 8)
-    assert narrow.log_ratio == 0.15
+    narrow = PENALTIES.of(Method(ratio=100), 1, 8, SIZE)
+    assert narrow.log_ratio == pytest.approx(0.15 * math.log(100) / math.log(8))
     assert narrow.extrapolated == pytest.approx(12.5)
-    with pytest.raises(ConfigError, match="no run has measured quantum"):
-        PENALTIES.nearest("quantum", 1, 1)
+    assert PENALTIES.of(Method(ratio=8), 4, 8, SIZE).extrapolated == 1.0  # of replicas it does not depend
+    with pytest.raises(ConfigError, match="nothing has measured quantum"):
+        PENALTIES.one("quantum", 1, 1, SIZE)
     table = pd.DataFrame(ROWS, columns=COLUMNS)
-    with pytest.raises(ConfigError, match=r"loss must fall with tokens, in one row: got \[0.1\]"):
-        Penalties(table.assign(log_ratio=table.log_ratio.abs()))
+    with pytest.raises(ConfigError, match="a penalty needs replicas, amount, parameters and a deviation, got"):
+        Penalties(table.assign(deviation=-1.0))
 
 
 def test_days_to_equal_loss_are_those_of_the_tokens_that_buy_it_back() -> None:
     table = plan(_cluster(100.0), JOB, PENALTIES)
     for row in table.itertuples():
-        tokens = (1 + row.loss_percent / 100) ** (1 / 0.1)
+        tokens = Law().factor(math.log1p(row.loss_percent / 100), SIZE, JOB.tokens)
         assert row.days_to_equal_loss == pytest.approx(row.days * tokens)
         assert row.days_to_equal_loss_low <= row.days_to_equal_loss <= row.days_to_equal_loss_high
+
+
+def test_the_committed_penalties_are_of_the_ladder_and_the_papers() -> None:
+    """Else: python -m pipelines.run_notebook notebooks/80_ladder.ipynb page -p scale laptop."""
+    shown, made = pd.read_csv(planner.measured_penalties()), penalties_of(LADDER)
+    pd.testing.assert_frame_equal(shown, made, check_dtype=False)
+    printed = Penalties.read(planner.measured_penalties())
+    (eight,) = [r for r in published("scaling_laws", "losses") if (r["scale"], r["M"]) == ("1.3b", 8)]
+    (base,) = [r for r in published("scaling_laws", "losses") if (r["scale"], r["method"]) == ("1.3b", "data_parallel")]
+    found = printed.one("local updates", 1, 8, 1.3e9)
+    assert found.source == "arXiv:2503.09799"
+    assert found.log_ratio == pytest.approx(math.log(eight["loss"] / base["loss"]), abs=2 * 0.003)
+
+
+def test_the_first_row_becomes_a_project_that_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What --write writes is read as the same configuration, and two ranks of it train a few steps."""
+    shape = "dim=32,layers=4,heads=2,ffn_dim=64,vocab_size=300,seq_len=32"
+    words = ["--nodes", "2", "--memory-gb", "1", "--mbit-per-s", "1", "--tflops", "0.001", "--model", shape]
+    words += ["--tokens", "20000", "--global-batch", "16", "--write", str(tmp_path / "here")]
+    assert lowcomm(["plan", *words]) == 0
+    said = capsys.readouterr().out
+    assert "torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint FIRST-MACHINE:29500" in said
+    project = Project(tmp_path / "here")
+    config = project.run_config("planned")
+    table = plan(Cluster(2, 1.0, 0.001, Links(1.0)), Job(model_of(shape), 20_000, 16), _installed())
+    first = next(table.itertuples())
+    wanted = run_of(planner.method_of(first), Job(model_of(shape), 20_000, 16), first.replicas, first.stages)
+    assert (config.model, config.method) == (wanted.model, wanted.method)
+    assert (config.replicas, config.stages, config.train.steps) == (first.replicas, first.stages, wanted.train.steps)
+    text = tmp_path / "here" / "corpus"
+    text.mkdir()
+    for number in range(60):
+        words_ = [f"w{number * 7 % (k + 3)} is {chr(97 + k % 26)}{k}\n" for k in range(80)]
+        (text / f"{number}.txt").write_text("".join(words_))
+    quick = {"steps": 4, "warmup_steps": 0, "precision": "fp32", "compile": False, "eval_every": 0}
+    short = project.run_config("planned", train=quick, method={"sync_every_steps": 4})
+    summary = train_in_threads(short, prepared(project, "text"), project.run_folder(short))
+    assert math.isfinite(summary["val_loss"])
+    assert planner.main(words) == 2
+    assert "params.yaml exists already" in capsys.readouterr().err
 
 
 def test_blocks_are_computed_again_only_where_their_insides_do_not_fit() -> None:

@@ -1,15 +1,26 @@
-"""The ingredients of methods, and the loss that each was measured to cost.
+"""The ingredients of methods, and the loss that each costs: as measured by runs, and as papers print it.
 
-Measured are runs of params.yaml (`results/<scale>/together/training/penalties.csv`), as logarithms of ratios of losses,
-which are added up. An ingredient is taken from the run nearest to it, rounds from the line through the two nearest (in
-ln H), beyond the longest too. `extrapolated` says how far it is from there: the largest factor between what is asked
-and what was run, of replicas, H, slices or the stream's share; the model's size and the length of training apart.
-Loss ~ tokens^-b (also measured) turns a penalty into the tokens that buy it back.
+A penalty is ln(loss with the ingredient / loss without it); those of a method's ingredients are added up. The table of
+penalties (`results/ladder/penalties.csv`) has series: one ingredient, with so many replicas, at some sizes of model,
+from one source, which is our ladder or a paper. Each ingredient is taken from the series that is nearest to what is
+asked, in the product of the factors of replicas, amount (H, slices, D / k) and parameters:
+
+- between sizes it lies on the line through the neighbours in ln N; beyond them it stays what it was at the last one,
+  so that no method is advised for a fall that nobody has seen, while its deviation grows as that of the line;
+- between amounts it lies on the line in their logarithm, which begins at no penalty (H = 30, of which "local updates"
+  speak; one slice; the whole stream); beyond them it goes on as the line from the first to the last, but does not fall.
+
+`extrapolated` says how far away the series is: the largest of the factors. That a sum of penalties is not the penalty
+of the whole is measured too (the ingredient "composed") and widens the deviation of methods of several ingredients.
+
+A penalty becomes tokens, and so days, by a law of loss with a floor (`Law`): one that is larger than all that tokens
+can do for a model of this size is never bought back.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +49,20 @@ class Method:
         parts += [f"1/{self.slices} of MLPs"] * (self.slices > 1) + [f"subspace 1/{self.ratio}"] * (self.ratio > 1)
         return ", ".join(parts)
 
+    def ingredients(self, stages: int) -> dict[str, float]:
+        """Return the ingredients that a table of penalties names -> their amounts; none for data-parallel training."""
+        found = {}
+        if self.sync_every_steps:
+            found = {"local updates": 1.0, "rounds": float(self.sync_every_steps)}
+            found |= {name: 1.0 for name in ("streaming", "pairs") if getattr(self, name)}
+            if self.pairs and stages > 1:
+                found["routes"] = 1.0
+            if self.slices > 1:
+                found["slices"] = float(self.slices)
+        if self.ratio > 1:
+            found["subspace"] = float(self.ratio)
+        return {name: amount for name, amount in found.items() if amount != NO_PENALTY.get(name)}
+
     def settings(self, model: ModelConfig, stages: int) -> MethodConfig:
         """Return the settings that `params.yaml` would give; numbers are those of the laptop scale."""
         codec = "bf16" if stages > 1 else "fp32"  # as what is computed
@@ -61,90 +86,166 @@ class Method:
         )
 
 
+#: Amounts at which there is nothing to pay for.
+NO_PENALTY = {"rounds": 30.0, "slices": 1.0, "subspace": 1.0}
+
+
 @dataclass(frozen=True)
 class Penalty:
-    """ln(loss / data-parallel's): what was measured, its standard deviation, and how far from there it was taken."""
+    """ln(loss / loss without): the likely value, its standard deviation, how far it was taken from, and whence."""
 
     log_ratio: float
     deviation: float
     extrapolated: float
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Law:
+    """A law of loss with a floor, in nats per token: L(N, D) = floor + a N^-alpha + b D^-beta.
+
+    The numbers are those of Besiroglu et al. (2024, arXiv:2404.10102), who fitted the third approach of Hoffmann et al.
+    (2022, arXiv:2203.15556) again.
+    """
+
+    floor: float = 1.8172
+    a: float = 482.01
+    alpha: float = 0.3478
+    b: float = 2085.43
+    beta: float = 0.3658
+
+    def factor(self, log_ratio: float, parameters: float, tokens: float) -> float:
+        """Return x such that x times the tokens make up for a penalty: L(N, x D) e^penalty = L(N, D).
+
+        It is 1 for a penalty of 0 or below, and infinite where no number of tokens is enough.
+        """
+        rest, text = self.floor + self.a * parameters**-self.alpha, self.b * tokens**-self.beta
+        left = (rest + text) * math.exp(-max(0.0, log_ratio)) - rest
+        return (text / left) ** (1 / self.beta) if left > 0 else math.inf
 
 
 class Penalties:
-    """The penalties that runs measured for each ingredient.
+    """The penalties of a table.
 
     Args:
-        table: columns ingredient, replicas, amount, log_ratio, deviation. "local updates" are at H = 30, "rounds" what
-            another H (the amount) adds; the amount of "slices" is their number, of "subspace" D / k; one row is
-            "tokens", whose log_ratio is -b of loss ~ tokens^-b.
+        table: columns ingredient, replicas, amount, parameters, log_ratio, deviation, source. "local updates" are at
+            H = 30, "rounds" what another H (the amount) adds; the amount of "slices" is their number, of "subspace"
+            D / k. "composed" is a run of all ingredients at once, in H = 30, 2 slices and the subspace of its amount.
+        law: what tokens do for loss.
     """
 
-    def __init__(self, table: pd.DataFrame):
-        self.rows = {name: list(some.itertuples()) for name, some in table.groupby("ingredient")}
-        slopes = self.rows.get("tokens", [])
-        if len(slopes) != 1 or not slopes[0].log_ratio < 0:
-            raise ConfigError(f"loss must fall with tokens, in one row: got {[s.log_ratio for s in slopes]}")
-        self.exponent, self.exponent_deviation = float(-slopes[0].log_ratio), float(slopes[0].deviation)
+    def __init__(self, table: pd.DataFrame, law: Law | None = None):
+        self.law = law or Law()
+        self.table = table
+        self._series: dict[str, dict[tuple[str, float], dict[float, list[Any]]]] = {}
+        for row in table.sort_values(["amount", "parameters"]).itertuples():
+            if not (row.replicas >= 1 and row.parameters > 0 and row.amount > 0 and row.deviation >= 0):
+                raise ConfigError(f"a penalty needs replicas, amount, parameters and a deviation, got {row._asdict()}")
+            kinds = self._series.setdefault(row.ingredient, {})
+            kinds.setdefault((row.source, row.replicas), {}).setdefault(row.amount, []).append(row)
 
     @classmethod
     def read(cls, path: Path) -> Penalties:
         """Read the penalties of a file (`planner.measured_penalties`). Raises ConfigError where there is none."""
         if not path.exists():
-            raise ConfigError(f"{path} is missing: `dvc repro together` writes it")
+            raise ConfigError(f"{path} is missing: `dvc repro results/ladder/dvc.yaml` writes it")
         return cls(pd.read_csv(path))
 
-    def nearest(self, ingredient: str, replicas: float, amount: float) -> Penalty:
-        """The run whose replicas and amount are nearest, as logarithms."""
-        if ingredient not in self.rows:
-            raise ConfigError(f"no run has measured {ingredient}")
+    def one(self, ingredient: str, amount: float, replicas: float, parameters: float) -> Penalty:
+        """Return the penalty of an ingredient alone, from its nearest series.
 
-        def apart(row: Any) -> tuple[float, float]:
-            return abs(math.log(replicas / row.replicas)), abs(math.log(amount / row.amount))
-
-        row = min(self.rows[ingredient], key=lambda row: sum(apart(row)))
-        return Penalty(float(row.log_ratio), float(row.deviation), math.exp(max(apart(row))))
-
-    def rounds(self, sync_every_steps: int) -> Penalty:
-        """Return what a round of H steps adds, on the line through the runs with the nearest H on either side, in ln H.
-
-        Beyond the longest H that was run the line of the last two goes on, but does not fall, and its deviation grows
-        with the distance. Below the shortest H it is the penalty of that one.
+        Raises ConfigError where nothing has measured it.
         """
-        rows = sorted(self.rows.get("rounds", ()), key=lambda row: row.amount)
-        longest = rows[-1].amount if rows else math.nan
-        if len(rows) < 2 or sync_every_steps <= rows[0].amount:
-            return self.nearest("rounds", 1, sync_every_steps)
-        after = next((i for i, row in enumerate(rows) if i and sync_every_steps <= row.amount), len(rows) - 1)
-        a, b = rows[after - 1], rows[after]
-        share = math.log(sync_every_steps / a.amount) / math.log(b.amount / a.amount)
-        rise = b.log_ratio - a.log_ratio
-        value = a.log_ratio + share * rise if share <= 1 else b.log_ratio + (share - 1) * max(0.0, rise)
-        deviation = math.hypot((1 - share) * a.deviation, share * b.deviation)
-        return Penalty(value, deviation, max(1.0, sync_every_steps / longest))
+        if ingredient not in self._series:
+            raise ConfigError(f"nothing has measured {ingredient}")
+        # A pipeline loses the same however many replicas there are beside it.
+        apart = {
+            (source, measured): {
+                "replicas": abs(math.log(replicas / measured)) if ingredient != "subspace" else 0.0,
+                "amount": min(abs(math.log(amount / there)) for there in amounts),
+                "parameters": min(abs(math.log(parameters / row.parameters)) for row in _rows(amounts)),
+            }
+            for (source, measured), amounts in self._series[ingredient].items()
+        }
+        key = min(apart, key=lambda key: sum(apart[key].values()))
+        amounts = self._series[ingredient][key]
+        points = [(there, *_at_size(rows, parameters)) for there, rows in amounts.items()]
+        if ingredient in NO_PENALTY:
+            points.append((NO_PENALTY[ingredient], 0.0, 0.0))
+        value, deviation = _at_amount(sorted(points), amount)
+        return Penalty(value, deviation, math.exp(max(apart[key].values())), key[0])
 
-    def of(self, method: Method, replicas: int, stages: int) -> Penalty:
+    def parts(self, method: Method, replicas: int, stages: int, parameters: float) -> dict[str, Penalty]:
+        """Return the penalty of each ingredient of a method. Raises ConfigError where one has not been measured."""
+        amounts = method.ingredients(stages)
+        return {name: self.one(name, amount, replicas, parameters) for name, amount in amounts.items()}
+
+    def of(self, method: Method, replicas: int, stages: int, parameters: float) -> Penalty:
         """Add up the penalties of all ingredients; dense data-parallel training has none."""
-        parts = []
-        if method.sync_every_steps:
-            parts += [self.nearest("local updates", replicas, 1), self.rounds(method.sync_every_steps)]
-        if method.streaming:
-            parts.append(self.nearest("streaming", replicas, 1))
-        if method.pairs:
-            parts.append(self.nearest("pairs", replicas, 1))
-            if stages > 1:
-                parts.append(self.nearest("routes", replicas, 1))
-        if method.slices > 1:
-            parts.append(self.nearest("slices", replicas, method.slices))
-        if method.ratio > 1:
-            parts.append(self.nearest("subspace", 1, method.ratio))
+        return self._sum(self.parts(method, replicas, stages, parameters).values())
+
+    def _sum(self, parts: Iterable[Penalty]) -> Penalty:
+        parts = list(parts)
+        interplay = self.missed * (len(parts) - 1) if len(parts) > 1 else 0.0
         return Penalty(
             sum(p.log_ratio for p in parts),
-            math.sqrt(sum(p.deviation**2 for p in parts)),
+            math.hypot(interplay, *(p.deviation for p in parts)),
             max((p.extrapolated for p in parts), default=1.0),
         )
 
-    def buy_back(self, penalty: Penalty) -> tuple[float, float, float]:
-        """How many times the tokens buy a penalty back: (likely, low, high), one deviation of it and of b each way."""
-        p, b = penalty.log_ratio, self.exponent
-        off = math.hypot(penalty.deviation / b, p / b * self.exponent_deviation / b)
-        return tuple(math.exp(max(0.0, p / b + sign * off)) for sign in (0, -1, 1))
+    @property
+    def missed(self) -> float:
+        """By how much the sum of penalties misses a composed run, for each ingredient beyond the first."""
+        checks = self.composed()
+        return max((abs(whole - summed) / (count - 1) for _, whole, summed, count in checks), default=0.0)
+
+    def composed(self) -> list[tuple[float, float, float, int]]:
+        """Return what composed runs lost, and what the sum says: (parameters, whole, sum, ingredients) for each."""
+        found = []
+        for amounts in self._series.get("composed", {}).values():
+            for row in _rows(amounts):
+                method = Method(30, streaming=True, pairs=True, slices=2, ratio=round(row.amount))
+                parts = self.parts(method, round(row.replicas), 2, row.parameters).values()
+                summed = sum(p.log_ratio for p in parts)
+                found.append((float(row.parameters), float(row.log_ratio), summed, len(parts)))
+        return sorted(found)
+
+    def buy_back(self, penalty: Penalty, parameters: float, tokens: float) -> tuple[float, float, float]:
+        """Return how many times the tokens buy a penalty back: (likely, low, high), one deviation each way."""
+        p, off = penalty.log_ratio, penalty.deviation
+        return tuple(self.law.factor(value, parameters, tokens) for value in (p, p - off, p + off))
+
+
+def _rows(amounts: dict[float, list[Any]]) -> list[Any]:
+    return [row for rows in amounts.values() for row in rows]
+
+
+def _at_size(rows: Sequence[Any], parameters: float) -> tuple[float, float]:
+    """Return (log_ratio, deviation) at a size: the line through the neighbours in ln N, level beyond the last ones."""
+    if len(rows) == 1:
+        return float(rows[0].log_ratio), float(rows[0].deviation)
+    a, b = _neighbours([row.parameters for row in rows], parameters)
+    a, b = rows[a], rows[b]
+    share = math.log(parameters / a.parameters) / math.log(b.parameters / a.parameters)
+    level = min(1.0, max(0.0, share))
+    value = (1 - level) * a.log_ratio + level * b.log_ratio
+    return float(value), math.hypot((1 - share) * a.deviation, share * b.deviation)
+
+
+def _at_amount(points: Sequence[tuple[float, float, float]], amount: float) -> tuple[float, float]:
+    """Return (log_ratio, deviation) at an amount: the line in its logarithm, which beyond the last does not fall."""
+    if len(points) == 1 or amount <= points[0][0]:
+        return points[0][1:]
+    left, right = _neighbours([point[0] for point in points], amount)
+    if amount > points[-1][0]:
+        left = 0
+    (x, a, a_off), (y, b, b_off) = points[left], points[right]
+    share = math.log(amount / x) / math.log(y / x)
+    value = a + share * (b - a) if share <= 1 else b + (share - 1) * max(0.0, b - a)
+    return value, math.hypot((1 - share) * a_off, share * b_off)
+
+
+def _neighbours(sorted_values: Sequence[float], value: float) -> tuple[int, int]:
+    """Return the places of the two values between which another lies, or of the two at the end where it lies."""
+    right = next((i for i, v in enumerate(sorted_values) if i and value <= v), len(sorted_values) - 1)
+    return right - 1, right

@@ -7,8 +7,9 @@ A configuration is a grid of replicas x stages and a method: gradients exchanged
 does not fit into memory, is left out. Time and bytes are `predict`'s, memory is `footprint`'s. The global batch is
 rounded to what the replicas can share.
 
-Loss is not predicted: it is what runs measured of each ingredient (`ingredients`), turned into the tokens, and so the
-days, that buy a penalty back: these rank configurations.
+Loss is not predicted: it is what runs measured of each ingredient, ours or a paper's, whichever is nearer
+(`ingredients`), turned into the tokens, and so the days, that buy a penalty back: these rank configurations. A method
+with an ingredient that nothing has measured is left out.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import pandas as pd
 import yaml
 
 from lowcomm.cost.footprint import node_bytes
-from lowcomm.cost.ingredients import Method, Penalties
+from lowcomm.cost.ingredients import Method, Penalties, Penalty
 from lowcomm.cost.predict import Links, kinds_of_stage, predict, sent_per_step, stage_flops, stage_numel
 from lowcomm.cost.tables import markdown, si_bytes
 from lowcomm.experiment.config import DataConfig, RunConfig, TrainConfig
@@ -168,26 +169,27 @@ def plan(cluster: Cluster, job: Job, penalties: Penalties) -> pd.DataFrame:
     and better at equal tokens). Empty where nothing fits; then `attrs["least"]` has the row that needs least memory.
     Raises ConfigError where there is nothing to fit.
     """
-    rows, least, refused = [], None, ConfigError("no grid of replicas and stages")
+    rows, least, refused, numel = [], None, ConfigError("no grid of replicas and stages"), parameters(job.model).total
     for width, replicas, stages in grids(cluster, job.model.layers):
         for method in methods(replicas, stages):
             try:
+                penalty = penalties.of(method, replicas, stages, numel)
                 runs = [run_of(method, job, replicas, stages, recompute=again, width=width) for again in (False, True)]
             except ConfigError as error:
                 refused = error
                 continue
             held = [(_held_gb(config, width), config) for config in runs]
             gb, config = next((some for some in held if some[0] <= cluster.memory_gb), held[-1])
+            back = penalties.buy_back(penalty, numel, job.tokens)
             if gb <= cluster.memory_gb:
-                rows.append(_row(cluster, job, method, config, gb, penalties, width))
+                rows.append(_row(cluster, method, config, gb, width, penalty, back))
             elif least is None or gb < least[0]:
-                least = gb, method, config, width
+                least = gb, (cluster, method, config, gb, width, penalty, back)
     if least is None and not rows:
         raise ConfigError(f"{cluster.nodes} nodes have no configuration: {refused}")
     table = pd.DataFrame(rows)
     if table.empty:
-        gb, method, config, width = least
-        table.attrs["least"] = _row(cluster, job, method, config, gb, penalties, width)
+        table.attrs["least"] = _row(*least[1])
         return table
     table["front"] = front(table.days, table.loss_percent)
     return table.sort_values(["days_to_equal_loss", "days"], kind="stable").reset_index(drop=True)
@@ -222,7 +224,13 @@ def _slower(config: RunConfig, compute: Sequence[tuple[float, float]], width: in
 
 
 def _row(
-    cluster: Cluster, job: Job, method: Method, config: RunConfig, memory_gb: float, penalties: Penalties, width: int
+    cluster: Cluster,
+    method: Method,
+    config: RunConfig,
+    memory_gb: float,
+    width: int,
+    penalty: Penalty,
+    back: tuple[float, float, float],
 ) -> dict[str, Any]:
     speed = cluster.tflops * 1e12 * width
     compute = [(f / speed, b / speed) for f, b in stage_flops(config)]
@@ -230,9 +238,8 @@ def _row(
     between, within = cluster.links_of(width, config.stages)
     expected = predict(config, [(slower * f, slower * b) for f, b in compute], between, within)
     seconds = float(expected.step_seconds)
-    penalty = penalties.of(method, config.replicas, config.stages)
     days = seconds * config.train.steps / 86_400
-    likely, low, high = penalties.buy_back(penalty)
+    likely, low, high = back
     return {
         "method": method.name,
         **dataclasses.asdict(method),
@@ -280,10 +287,10 @@ def shown(table: pd.DataFrame) -> pd.DataFrame:
             "days": table.days.map("{:.3g}".format),
             "cost": table.cost.map("{:,.0f}".format),
             "loss": [f"{p:+.1f} ± {d:.1f} %" for p, d in zip(table.loss_percent, table.loss_deviation, strict=True)],
-            "extrapolated": table.extrapolated.map("{:.1f} x".format),
+            "extrapolated": table.extrapolated.map("{:,.1f} x".format),
             "days to equal loss": [
-                f"{d:.3g} ({low:.3g} to {high:.3g})"
-                for d, low, high in zip(
+                "{} ({} to {})".format(*("never" if math.isinf(d) else f"{d:.3g}" for d in all_three))
+                for all_three in zip(
                     table.days_to_equal_loss, table.days_to_equal_loss_low, table.days_to_equal_loss_high, strict=True
                 )
             ],
@@ -292,9 +299,23 @@ def shown(table: pd.DataFrame) -> pd.DataFrame:
     )
 
 
+def shown_parts(parts: dict[str, Penalty], amounts: dict[str, float]) -> pd.DataFrame:
+    """Return for people what the loss of a configuration is made of: each ingredient, whence and from how far."""
+    rows = [
+        {
+            "ingredient": name if amounts[name] == 1 else f"{name}, {amounts[name]:g}",
+            "loss": f"{100 * math.expm1(part.log_ratio):+.2f} ± {100 * part.deviation:.2f} %",
+            "measured by": part.source,
+            "from": f"{part.extrapolated:,.1f} x away",
+        }
+        for name, part in parts.items()
+    ]
+    return pd.DataFrame(rows)
+
+
 def measured_penalties() -> Path:
-    """The file of penalties that belongs to this installation: of the checkout around it, or as it was installed."""
-    inner = Path("results/laptop/together/training/penalties.csv")
+    """Return the file of penalties of this installation: of the checkout around it, or as it was installed."""
+    inner = Path("results/ladder/penalties.csv")
     checkout = Path(__file__).resolve().parents[2] / inner
     return checkout if checkout.exists() else Path(sys.prefix) / "share" / "lowcomm" / inner.name
 
@@ -303,10 +324,11 @@ COLUMNS = """
 replicas x stages of n: each stage of each replica is sharded over n machines of a box (FSDP).
 batch: sequences per step; what was asked for, rounded to a multiple of the replicas. utilisation: the share of a step
 in which a machine computes. bytes sent per token: by all machines together, between replicas and between stages.
-loss: over data-parallel training's at equal tokens, as our runs measured it of each ingredient, added up, ± one
-deviation of their seeds. extrapolated: the largest factor between an ingredient (replicas, H, slices, share of the
-stream) and the run that it was measured in; the model's size comes on top. days to equal loss: with the tokens that
-make up for that loss. front: * where nothing else is both faster and better.
+loss: over data-parallel training's at equal tokens, as runs measured it of each ingredient, added up, ± one deviation:
+of seeds, of fits, and of how far such a sum has missed a composed run. extrapolated: the largest factor between what is
+asked (replicas, H, slices, share of the stream, parameters) and the run that was nearest. days to equal loss: with the
+tokens that make up for that loss, by a law with a floor; "never" where none do. front: * where nothing else is both
+faster and better.
 Times are lower bounds: packets' headers, TCP's slow start and what is sent again are not counted."""
 
 
@@ -350,6 +372,63 @@ def question(cluster: Cluster, job: Job, name: str) -> str:
     )
 
 
+def method_of(row: Any) -> Method:
+    """Return the method of a row of a plan."""
+    return Method(**{field.name: getattr(row, field.name) for field in dataclasses.fields(Method)})
+
+
+#: Where the text of a project that is written lies, from its folder; and the learning rate to begin tuning with.
+TEXT, LEARNING_RATE = "corpus/*.txt", 1e-3
+
+
+def write_project(row: Any, job: Job, folder: Path) -> None:
+    """Write a params.yaml with one run, "planned": a row of a plan as `lowcomm train` runs it.
+
+    Rows whose stages are sharded (width above 1) are for a training loop of one's own. Raises ConfigError for these,
+    and where there is a params.yaml already.
+    """
+    file = folder / "params.yaml"
+    if row.width > 1:
+        raise ConfigError(f"{row.method} on {row.width} machines a stage needs a loop of your own, with FSDP")
+    if file.exists():
+        raise ConfigError(f"{file} exists already: --write makes a project of its own")
+    config = run_of(method_of(row), job, row.replicas, row.stages, recompute=row.recompute)
+    steps = config.train.steps
+    train = dataclasses.replace(
+        config.train,
+        lr=LEARNING_RATE,
+        warmup_steps=steps // 20,
+        eval_every=max(1, steps // 20),
+        eval_sequences=row.replicas * max(1, 256 // row.replicas),
+        compile=row.stages == 1,
+    )
+    data = dataclasses.replace(config.data, corpus="text")
+    config = dataclasses.replace(config, train=train, data=data).to_dict()
+    hourly = {"every_steps": max(1, min(steps, round(3600 / row.step_seconds)))}
+    sections = {key: config[key] for key in ("model", "train")} | {"checkpoint": hourly}
+    sections |= {"data": {k: v for k, v in config["data"].items() if k != "corpus"}, "sizes": {"planned": {"base": {}}}}
+    run = {"method": "planned", "corpus": "text", "replicas": row.replicas, "sizes": "planned", "seeds": [0]}
+    project = {
+        "scale": "planned",
+        "corpora": {"text": {"source": "text", "path": TEXT}},
+        "scales": {"planned": sections},
+        "methods": {"planned": config["method"]},
+        "runs": {"planned": run | {"override": {"stages": row.stages}}},
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    file.write_text(yaml.safe_dump(project, sort_keys=False))
+
+
+def command(row: Any, cluster: Cluster) -> str:
+    """Return the command that trains a row, the same on each machine or box, in a project that `write_project` made."""
+    boxes = cluster.nodes // cluster.per_box
+    where = "--rdzv-backend c10d --rdzv-endpoint FIRST-MACHINE:29500" if boxes > 1 else "--standalone"
+    return (
+        f"torchrun --nnodes {boxes} --nproc-per-node {cluster.per_box} {where}"
+        f" -m lowcomm.train planned --out {'/shared/planned' if boxes > 1 else 'planned'}"
+    )
+
+
 def main(words: Sequence[str] | None = None) -> int:
     """The command."""
     ask = argparse.ArgumentParser(prog="lowcomm plan", description=__doc__.splitlines()[0])
@@ -374,6 +453,7 @@ def main(words: Sequence[str] | None = None) -> int:
     ask.add_argument("--global-batch", type=int, default=256, help="sequences, about (default: %(default)s)")
     ask.add_argument("--penalties", type=Path, help="what methods cost in loss (default: as measured at laptop scale)")
     ask.add_argument("--rows", type=int, default=12, help="shown at most (default: %(default)s)")
+    ask.add_argument("--write", type=Path, metavar="FOLDER", help="make a project that trains the first row")
     given = ask.parse_args(words)
     try:
         links = Links(given.mbit_per_s, given.latency_ms, given.jitter, given.stragglers)
@@ -381,7 +461,8 @@ def main(words: Sequence[str] | None = None) -> int:
         cluster = Cluster(given.nodes, given.memory_gb, given.tflops, links, given.price, *inside)
         model = model_of(given.model, given.seq_len)
         job = Job(model, given.tokens or 20 * parameters(model).total, given.global_batch)
-        table = plan(cluster, job, Penalties.read(given.penalties or measured_penalties()))
+        penalties = Penalties.read(given.penalties or measured_penalties())
+        table = plan(cluster, job, penalties)
     except (ConfigError, ValueError) as error:
         ask.exit(2, f"{error}\n")
     print(question(cluster, job, given.model), flush=True)
@@ -398,6 +479,37 @@ def main(words: Sequence[str] | None = None) -> int:
     print(f"{len(table)} configurations fit; the best {best.sum()} of them{hidden}:\n")
     print(markdown(shown(table[best])))
     print(COLUMNS)
+    first = next(table.itertuples())
+    asked = method_of(first), first.replicas, first.stages
+    if parts := penalties.parts(*asked, parameters(model).total):
+        print(f"\nWhat the loss of the first row is made of ({first.method}):\n")
+        print(markdown(shown_parts(parts, asked[0].ingredients(first.stages))))
+        for size, whole, summed, count in penalties.composed():
+            told = [f"{100 * math.expm1(value):+.1f} %" for value in (summed, whole)]
+            print(
+                f"Such a sum said {told[0]} of {count} ingredients at {size:,.0f} parameters, a run of all {told[1]}."
+            )
+    return _how_to_run(first, cluster, job, given.write)
+
+
+def _how_to_run(row: Any, cluster: Cluster, job: Job, folder: Path | None) -> int:
+    """Say how the first row is run, and write its project where one is asked for."""
+    if row.width > 1:
+        print(
+            f"\nTo run the first row, shard each stage over the {row.width} machines of its box in a training loop of"
+            " your own."
+        )
+        return 0
+    if folder is None:
+        print("\nTo run the first row, add --write FOLDER, and there:\n")
+    else:
+        try:
+            write_project(row, job, folder)
+        except ConfigError as error:
+            print(error, file=sys.stderr)
+            return 2
+        print(f"\n{folder / 'params.yaml'} has the first row; its learning rates are to be tuned. To run it, there:\n")
+    print(f"lowcomm prepare text    # on each machine, from {TEXT}\n{command(row, cluster)}")
     return 0
 
 

@@ -60,12 +60,11 @@ def read_cells(ladder: Ladder) -> list[Cell]:
     found = []
     for rung in ladder.plan.rungs.values():
         losses = {name: read_losses(ladder.results / "points" / rung.name / name) for name in rung.rows}
-        configs = {name: ladder.trial(ladder.plan.rows[name], rung.name, {}).config for name in rung.rows}
-        batches = {configs[n].train.global_batch: n for n in rung.rows if n.startswith("data_parallel/")}
         for name in rung.rows:
-            c, base = configs[name], losses[batches[configs[name].train.global_batch]]
+            base = losses[ladder.base_of(name, rung.name)]
             if not losses[name].keys() & base.keys():
                 continue
+            c = ladder.trial(ladder.plan.rows[name], rung.name, {}).config
             tokens, numel = c.train.steps * c.train.global_batch * c.train.seq_len, parameters(c.model).total
             rounds = -(-c.train.steps // c.method.sync_every_steps) if c.exchanges_parameters else c.train.steps
             step = c.local_batch * c.train.seq_len
@@ -153,11 +152,14 @@ class Fit:
 
     def at(self, size: float, *, seeds: float = math.inf, level: float = 0.95) -> tuple[float, float, float]:
         """The gap at a size: (likely, low, high), of the line itself, or of the mean of so many new `seeds`."""
-        x = math.log(size)
-        spread = 1 / self.count + (x - self.centre) ** 2 / self.square + 1 / seeds
-        off = quantile((1 + level) / 2, self.freedom) * self.deviation * math.sqrt(spread)
-        likely = self.at_one + self.slope * x
+        off = quantile((1 + level) / 2, self.freedom) * self.error(size, seeds=seeds)
+        likely = self.at_one + self.slope * math.log(size)
         return likely, likely - off, likely + off
+
+    def error(self, size: float, *, seeds: float = math.inf) -> float:
+        """Return the standard error at a size, of the line itself, or of the mean of so many new `seeds`."""
+        apart = (math.log(size) - self.centre) ** 2 / self.square
+        return self.deviation * math.sqrt(1 / self.count + apart + 1 / seeds)
 
 
 def fit_row(cells: Sequence[Cell], row: str) -> Fit:

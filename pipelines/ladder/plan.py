@@ -200,6 +200,21 @@ class Ladder:
         """The point that tries values of lines."""
         return Point(self, row, rung, 0, tuple(sorted(values.items())), is_trial=True)
 
+    def base_of(self, row: str, rung: str) -> str:
+        """Return the row of data-parallel training on the batch that a row has at a rung: its gap is against that.
+
+        Raises ConfigError where there is none.
+        """
+        batches = {
+            self.trial(self.plan.rows[name], rung, {}).config.train.global_batch: name
+            for name in self.plan.rungs[rung].rows
+            if name.startswith("data_parallel/")
+        }
+        batch = self.trial(self.plan.rows[row], rung, {}).config.train.global_batch
+        if batch not in batches:
+            raise ConfigError(f"{row} has a batch of {batch} at {rung}, and data-parallel training none of that")
+        return batches[batch]
+
     def results_at(self, rung: str) -> list[Point]:
         """All results of a rung, seed by seed, with what tuning found. Raises ConfigError where a row is not tuned."""
         there = self.plan.rungs[rung]
