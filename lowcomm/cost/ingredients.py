@@ -1,16 +1,17 @@
 """The ingredients of methods, and the loss that each costs: as measured by runs, and as papers print it.
 
 A penalty is ln(loss with the ingredient / loss without it); those of a method's ingredients are added up. The table of
-penalties (`results/ladder/penalties.csv`) has series: one ingredient, with so many replicas, at some sizes of model,
-from one source, which is our ladder or a paper. Each ingredient is taken from the series that is nearest to what is
-asked, in the product of the factors of replicas, amount (H, slices, D / k) and parameters:
+penalties (`results/ladder/penalties.csv`) has sources, our ladder and papers; each has measured an ingredient with some
+numbers of replicas, amounts (H, slices, D / k) and sizes of model. An ingredient is taken from the source that
+is nearest to what is asked, in the product of the factors of replicas, amount and parameters:
 
 - between sizes it lies on the line through the neighbours in ln N; beyond them it stays what it was at the last one,
   so that no method is advised for a fall that nobody has seen, while its deviation grows as that of the line;
-- between amounts it lies on the line in their logarithm, which begins at no penalty (H = 30, of which "local updates"
-  speak; one slice; the whole stream); beyond them it goes on as the line from the first to the last, but does not fall.
+- between amounts, and between numbers of replicas, it lies on the line in their logarithm; beyond them it goes on as
+  the line from the first to the last, but does not fall. Amounts begin where nothing is paid for them: at H = 30 (of
+  which "local updates" speak), at one slice, at the whole stream.
 
-`extrapolated` says how far away the series is: the largest of the factors. That a sum of penalties is not the penalty
+`extrapolated` says how far away the source is: the largest of the factors. That a sum of penalties is not the penalty
 of the whole is measured too (the ingredient "composed") and widens the deviation of methods of several ingredients.
 
 A penalty becomes tokens, and so days, by a law of loss with a floor (`Law`): one that is larger than all that tokens
@@ -137,12 +138,11 @@ class Penalties:
     def __init__(self, table: pd.DataFrame, law: Law | None = None):
         self.law = law or Law()
         self.table = table
-        self._series: dict[str, dict[tuple[str, float], dict[float, list[Any]]]] = {}
-        for row in table.sort_values(["amount", "parameters"]).itertuples():
+        self._sources: dict[str, dict[str, list[Any]]] = {}  # of each ingredient
+        for row in table.sort_values(["replicas", "amount", "parameters"]).itertuples():
             if not (row.replicas >= 1 and row.parameters > 0 and row.amount > 0 and row.deviation >= 0):
                 raise ConfigError(f"a penalty needs replicas, amount, parameters and a deviation, got {row._asdict()}")
-            kinds = self._series.setdefault(row.ingredient, {})
-            kinds.setdefault((row.source, row.replicas), {}).setdefault(row.amount, []).append(row)
+            self._sources.setdefault(row.ingredient, {}).setdefault(row.source, []).append(row)
 
     @classmethod
     def read(cls, path: Path) -> Penalties:
@@ -152,28 +152,30 @@ class Penalties:
         return cls(pd.read_csv(path))
 
     def one(self, ingredient: str, amount: float, replicas: float, parameters: float) -> Penalty:
-        """Return the penalty of an ingredient alone, from its nearest series.
+        """Return the penalty of an ingredient alone, from its nearest source.
 
         Raises ConfigError where nothing has measured it.
         """
-        if ingredient not in self._series:
+        if ingredient not in self._sources:
             raise ConfigError(f"nothing has measured {ingredient}")
-        # A pipeline loses the same however many replicas there are beside it.
+        asked = {"amount": amount, "parameters": parameters, "replicas": replicas}
+        if ingredient == "subspace":  # a pipeline loses the same however many replicas there are beside it
+            del asked["replicas"]
         apart = {
-            (source, measured): {
-                "replicas": abs(math.log(replicas / measured)) if ingredient != "subspace" else 0.0,
-                "amount": min(abs(math.log(amount / there)) for there in amounts),
-                "parameters": min(abs(math.log(parameters / row.parameters)) for row in _rows(amounts)),
-            }
-            for (source, measured), amounts in self._series[ingredient].items()
+            source: [min(abs(math.log(value / getattr(row, name))) for row in rows) for name, value in asked.items()]
+            for source, rows in self._sources[ingredient].items()
         }
-        key = min(apart, key=lambda key: sum(apart[key].values()))
-        amounts = self._series[ingredient][key]
-        points = [(there, *_at_size(rows, parameters)) for there, rows in amounts.items()]
-        if ingredient in NO_PENALTY:
-            points.append((NO_PENALTY[ingredient], 0.0, 0.0))
-        value, deviation = _at_amount(sorted(points), amount)
-        return Penalty(value, deviation, math.exp(max(apart[key].values())), key[0])
+        source = min(apart, key=lambda source: sum(apart[source]))
+
+        def at_amount(rows: list[Any]) -> tuple[float, float]:
+            points = [(there, *_at_size(some, parameters)) for there, some in _split(rows, "amount")]
+            if ingredient in NO_PENALTY:
+                points.append((NO_PENALTY[ingredient], 0.0, 0.0))
+            return _rising(sorted(points), amount)
+
+        rows = self._sources[ingredient][source]
+        value, deviation = _rising([(there, *at_amount(some)) for there, some in _split(rows, "replicas")], replicas)
+        return Penalty(value, deviation, math.exp(max(apart[source])), source)
 
     def parts(self, method: Method, replicas: int, stages: int, parameters: float) -> dict[str, Penalty]:
         """Return the penalty of each ingredient of a method. Raises ConfigError where one has not been measured."""
@@ -202,8 +204,8 @@ class Penalties:
     def composed(self) -> list[tuple[float, float, float, int]]:
         """Return what composed runs lost, and what the sum says: (parameters, whole, sum, ingredients) for each."""
         found = []
-        for amounts in self._series.get("composed", {}).values():
-            for row in _rows(amounts):
+        for rows in self._sources.get("composed", {}).values():
+            for row in rows:
                 method = Method(30, streaming=True, pairs=True, slices=2, ratio=round(row.amount))
                 parts = self.parts(method, round(row.replicas), 2, row.parameters).values()
                 summed = sum(p.log_ratio for p in parts)
@@ -216,8 +218,9 @@ class Penalties:
         return tuple(self.law.factor(value, parameters, tokens) for value in (p, p - off, p + off))
 
 
-def _rows(amounts: dict[float, list[Any]]) -> list[Any]:
-    return [row for rows in amounts.values() for row in rows]
+def _split(rows: Sequence[Any], column: str) -> list[tuple[float, list[Any]]]:
+    """Return the values of a column in their order, each with its rows."""
+    return [(v, [row for row in rows if getattr(row, column) == v]) for v in sorted({getattr(r, column) for r in rows})]
 
 
 def _at_size(rows: Sequence[Any], parameters: float) -> tuple[float, float]:
@@ -232,15 +235,18 @@ def _at_size(rows: Sequence[Any], parameters: float) -> tuple[float, float]:
     return float(value), math.hypot((1 - share) * a.deviation, share * b.deviation)
 
 
-def _at_amount(points: Sequence[tuple[float, float, float]], amount: float) -> tuple[float, float]:
-    """Return (log_ratio, deviation) at an amount: the line in its logarithm, which beyond the last does not fall."""
-    if len(points) == 1 or amount <= points[0][0]:
+def _rising(points: Sequence[tuple[float, float, float]], x: float) -> tuple[float, float]:
+    """Return (log_ratio, deviation) at x of points (x, log_ratio, deviation): the line through the neighbours in ln x.
+
+    Beyond the last point it is the line from the first to the last, which does not fall; below the first it is level.
+    """
+    if len(points) == 1 or x <= points[0][0]:
         return points[0][1:]
-    left, right = _neighbours([point[0] for point in points], amount)
-    if amount > points[-1][0]:
+    left, right = _neighbours([point[0] for point in points], x)
+    if x > points[-1][0]:
         left = 0
-    (x, a, a_off), (y, b, b_off) = points[left], points[right]
-    share = math.log(amount / x) / math.log(y / x)
+    (begin, a, a_off), (end, b, b_off) = points[left], points[right]
+    share = math.log(x / begin) / math.log(end / begin)
     value = a + share * (b - a) if share <= 1 else b + (share - 1) * max(0.0, b - a)
     return value, math.hypot((1 - share) * a_off, share * b_off)
 
