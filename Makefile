@@ -3,11 +3,11 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 export PYTHONWARNINGS := ignore::DeprecationWarning,ignore::SyntaxWarning
 
-.PHONY: help repro ladder test lab bench lint lock
+.PHONY: help repro ladder gpu gpu-pack test lab bench lint lock
 .DEFAULT_GOAL := help
 
 help:                ## name the targets
-	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/  make \1	\2/p' Makefile
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1	\2/p' Makefile
 
 repro: .venv/.done  ## reproduce every table and figure at the scale of params.yaml
 	dvc repro
@@ -15,6 +15,13 @@ repro: .venv/.done  ## reproduce every table and figure at the scale of params.y
 
 ladder: .venv/.done  ## the evidence: sizes x methods x seeds, tuned; hours, resumable, done points are kept in git
 	dvc repro results/ladder/dvc.yaml
+
+gpu-pack: .venv/.done ## pack what `make gpu` wants beside the source, from what `make ladder` has prepared
+	python -m pipelines.ladder prepare
+	python -m pipelines.gpu pack
+
+gpu:                 ## on a GPU's machine, where nothing is installed: kernels, ranks, speed, points of the ladder
+	PYTHONPATH=$(CURDIR) python3 -m pipelines.gpu
 
 test: .venv/.done   ## lint, the import contract, pytest, and every notebook at smoke scale
 	ruff check . && ruff format --check . && lint-imports --no-cache

@@ -63,8 +63,8 @@ def page(title: str, folder: Path, some: list[Path]) -> str:
 
 
 def ladder() -> list[Path]:
-    """Return the ladder's tables in their order: what was found, and then how it was tuned."""
-    names = ("gaps", "slopes", "predictions", "tuning", "learning_rate", "gain")
+    """Return the ladder's tables in their order: what was found, what the planner makes of it, how it was tuned."""
+    names = ("gaps", "slopes", "predictions", "penalties", "tuning", "learning_rate", "gain")
     return [table for name in names if (table := ROOT / "results" / "ladder" / f"{name}.md").exists()]
 
 

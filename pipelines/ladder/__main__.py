@@ -16,7 +16,6 @@ import json
 import sys
 from pathlib import Path
 
-from lowcomm.experiment.data import prepared
 from lowcomm.experiment.project import pick
 from lowcomm.settings import ConfigError
 from pipelines.ladder.plan import LADDER, Ladder, Point, Rung
@@ -26,11 +25,20 @@ from pipelines.probes import SCALE, write_digests
 
 
 def prepare(ladder: Ladder) -> None:
-    """Prepare the corpora and train the probes, as far as that has not been done. All rungs read the same shards."""
+    """Prepare the corpora and train the probes, as far as that has not been done."""
+    from lowcomm.experiment.data import prepared  # with the tokenizer, which training does without
+
     write_digests(ladder.project)
     for corpus in ladder.params["corpora"]:
+        prepared(ladder.project, corpus, next(scale for scale in ladder.params["scales"] if scale != SCALE))
+    link_rungs(ladder)
+
+
+def link_rungs(ladder: Ladder) -> None:
+    """Let all rungs read the shards of the first. Raises ConfigError where their settings differ."""
+    for corpus in ladder.params["corpora"]:
         first, *others = (scale for scale in ladder.params["scales"] if scale != SCALE)
-        folder, config = prepared(ladder.project, corpus, first), ladder.project.corpus_configs(corpus, scale=first)
+        folder, config = ladder.project.data_dir(corpus, first), ladder.project.corpus_configs(corpus, scale=first)
         for scale in others:
             if ladder.project.corpus_configs(corpus, scale=scale) != config:
                 raise ConfigError(f"scales.{scale}.data differs from scales.{first}.data: all rungs share one corpus")

@@ -84,12 +84,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Rung:
-    """A size: how many seeds its rows have, at which rung they are tuned, and which rows it has."""
+    """A size: how many seeds its rows have, at which rung they are tuned, which rows it has, and if it wants a GPU."""
 
     name: str
     seeds: int
     tuned_at: str
     rows: tuple[str, ...]
+    gpu: bool = False
 
 
 @dataclass(frozen=True)
@@ -131,12 +132,12 @@ def read_plan(path: Path) -> Plan:
             raise ConfigError(f"rows.{name} begins from {row.start!r}, which must stand before it")
         rows[name] = row
     for name, entry in told["rungs"].items():
-        _only(entry, {"seeds", "tuned_at", "rows"}, f"rungs.{name}")
+        _only(entry, {"seeds", "tuned_at", "rows", "gpu"}, f"rungs.{name}")
         chosen = tuple(entry.get("rows", rows))
         for row in chosen:
             pick(rows, row, f"row of rungs.{name}")
         pick(told["rungs"], entry["tuned_at"], f"rung to tune {name} at")
-        rungs[name] = Rung(name, entry["seeds"], entry["tuned_at"], chosen)
+        rungs[name] = Rung(name, entry["seeds"], entry["tuned_at"], chosen, entry.get("gpu", False))
     return Plan(rungs, rows, lines)
 
 

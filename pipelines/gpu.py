@@ -1,0 +1,443 @@
+"""What a GPU has to show, in less than ten minutes a call and with nothing to install.
+
+    make gpu-pack             where the ladder's corpus is: pack what the GPU's machine lacks into build/gpu (35 MB)
+    make gpu                  there, with that folder: every part that this GPU has not done, one after the other
+    python3 -m pipelines.gpu --parts points --minutes 9       some of them, in so much time
+
+Parts, each of which adds its figures to results/gpu/<device>.json as soon as it is done:
+
+codecs    the fused kernels give the CPU's bytes and values, bit for bit; their speed as a share of a memory copy's
+offload   outer state in the CPU's memory, copied on a stream of its own: the same losses, less memory, which time
+ranks     two replicas as threads, as processes that share this GPU, and NCCL where there is a GPU for each
+speed     training steps in fp32 and bf16, eager and compiled: tokens/s, and their share of the device's matrix products
+points    points of the ladder that two cores would take days for: those of the rungs that plan.yaml has for a GPU. What
+          time leaves undone goes on from its checkpoint in the next call
+
+It wants Python 3.11, torch 2.9 and numpy, pandas, PyYAML, tqdm and safetensors, all or later; no tokenizer and no data
+library. Without a GPU it runs on the CPU, at the sizes of --small, which is how it is tested.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import os
+import platform
+import signal
+import statistics
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+
+from lowcomm.codecs import make_codec
+from lowcomm.comm.start import default_device
+from lowcomm.cost.tables import markdown, si_bytes
+from lowcomm.experiment import SAVING_S
+from lowcomm.experiment.config import RunConfig
+from lowcomm.experiment.project import pick
+from lowcomm.experiment.run_folder import RunFolder
+from lowcomm.experiment.train import train_in_threads
+from lowcomm.experiment.trainer import Trainer
+from lowcomm.model.accounting import parameters, training_flops
+from lowcomm.settings import ConfigError
+from pipelines.ladder.__main__ import link_rungs, train
+from pipelines.ladder.plan import LADDER, Ladder
+from pipelines.ladder.workers import Stopped, Workers
+from pipelines.project import BUILD, ROOT
+
+#: What travels, and where results are kept.
+PACKED, RESULTS = BUILD / "gpu" / "ladder.tar.xz", ROOT / "results" / "gpu"
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """How much is done of what.
+
+    Attributes:
+        values: fp32 values to and from bytes. calls: how often, and how many products of matrices.
+        product: rows and columns of the matrices that say how fast the device is.
+        rung: of the ladder, whose model the parts offload and ranks train; steps: how many.
+        models: layers, width and heads of the models whose speed is measured; batch, seq_len: of a step of them.
+        arithmetic: of these steps, (precision, compiled).
+    """
+
+    values: int
+    calls: int
+    product: int
+    rung: str
+    steps: int
+    models: tuple[tuple[int, int, int], ...]
+    batch: int
+    seq_len: int
+    arithmetic: tuple[tuple[str, bool], ...]
+
+
+FULL = Sizes(
+    values=2**27,
+    calls=20,
+    product=8192,
+    rung="35M",
+    steps=60,
+    models=((6, 512, 8), (12, 1024, 16), (24, 2048, 16)),
+    batch=32,
+    seq_len=1024,
+    arithmetic=(("fp32", False), ("bf16", False), ("bf16", True)),
+)
+SMALL = Sizes(
+    values=2**12,
+    calls=3,
+    product=64,
+    rung="smoke",
+    steps=12,
+    models=((2, 32, 2),),
+    batch=4,
+    seq_len=32,
+    arithmetic=(("fp32", False), ("bf16", False)),
+)
+
+#: Small floats that have fused kernels.
+CODECS = ("e3m0", "e2m1", "e4m3", "e5m2")
+
+
+@dataclasses.dataclass(frozen=True)
+class Bench:
+    """What parts need: sizes, the ladder, the folder of its corpus, and the moment at which time is up."""
+
+    sizes: Sizes
+    ladder: Ladder
+    until: float  # of time.monotonic
+
+    @property
+    def device(self) -> torch.device:
+        return default_device()
+
+    @property
+    def data(self) -> Path:
+        return self.ladder.project.data_dir(next(iter(self.ladder.params["corpora"])), self.sizes.rung)
+
+    def wait(self) -> None:
+        """Wait for what has been queued on the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        """Return the time that a call takes on the device."""
+        self.wait()
+        begin = time.perf_counter()
+        call()
+        self.wait()
+        return time.perf_counter() - begin
+
+    def run(self, name: str, **override: Any) -> RunConfig:
+        """Return a run of the ladder ("diloco/m2") at this size and length; sections are overridden."""
+        run, _, variant = name.partition("/")
+        train = {"steps": self.sizes.steps, "warmup_steps": 1, "eval_every": 0} | override.pop("train", {})
+        return self.ladder.project.run_config(run, variant=variant, scale=self.sizes.rung, train=train, **override)
+
+
+def codecs(bench: Bench) -> dict[str, Any]:
+    """Compare the codecs of this device with the CPU's, and time them beside a copy of the same fp32 values."""
+    found: dict[str, Any] = {}
+    draw = torch.Generator().manual_seed(0)
+    wide = torch.randn(100_003, generator=draw) * 10 ** (torch.rand(100_003, generator=draw) * 60 - 30)
+    zeros = torch.where(torch.rand(100_003, generator=draw) < 0.9, 0.0, wide)
+    x = torch.randn(bench.sizes.values, generator=draw).to(bench.device)
+    there = torch.empty_like(x)
+    for name in CODECS:
+        codec = make_codec(name)
+        same = True
+        for some in (wide, zeros, wide[:255], wide[:1], torch.zeros(513)):
+            packed = codec.encode(some)
+            away = codec.encode(some.to(bench.device))
+            values = codec.decode(away, some.numel()).cpu()
+            same &= torch.equal(away.cpu(), packed)
+            same &= torch.equal(values.view(torch.int32), codec.decode(packed, some.numel()).view(torch.int32))
+        packed = codec.encode(x)
+        ways = {"encode": lambda c=codec: c.encode(x), "decode": lambda c=codec, p=packed: c.decode(p, x.numel())}
+        shares = {}
+        for way, call in ways.items():
+            pairs = [(bench.seconds(lambda: there.copy_(x)), bench.seconds(call)) for _ in range(bench.sizes.calls + 2)]
+            shares[way] = statistics.median(copy / own for copy, own in pairs[2:])
+        found[name] = {"bit_equal": same, "encode_over_copy": shares["encode"], "decode_over_copy": shares["decode"]}
+    return found
+
+
+def offload(bench: Bench) -> dict[str, Any]:
+    """Train Streaming DiLoCo with its outer state on the device, and in the CPU's memory."""
+    found = {}
+    for name, offloaded in (("on the device", False), ("offloaded", True)):
+        period = max(2, bench.sizes.steps // 3)
+        config = bench.run("streaming/h30", method={"offload_outer": offloaded, "sync_every_steps": period})
+        found[name] = _trained(bench, config)
+    return found | {"bit_equal": len({run["val_loss"] for run in found.values()}) == 1}
+
+
+def _trained(bench: Bench, config: RunConfig) -> dict[str, Any]:
+    """Train a run in threads; return its loss, the median seconds of a step, and the most memory that it took."""
+    marks: list[float] = []
+
+    def mark(trainer: Trainer, row: dict[str, Any]) -> None:
+        if trainer.world.rank == 0:
+            bench.wait()
+            marks.append(time.perf_counter())
+
+    with tempfile.TemporaryDirectory() as out:
+        folder = RunFolder.beside(Path(out) / "run")
+        begin = time.perf_counter()
+        summary = train_in_threads(config, bench.data, folder, on_row=mark)
+        peak = _peak_memory(folder)
+    steps = [after - before for before, after in itertools.pairwise(marks)]
+    return {
+        "val_loss": summary["val_loss"],
+        "first_step_seconds": marks[0] - begin,
+        "step_seconds": statistics.median(steps[len(steps) // 4 :]),  # compiled and warm
+        "peak_memory_bytes": peak,
+    }
+
+
+def _peak_memory(folder: RunFolder) -> int:
+    return json.loads((folder.times / "times.json").read_text())["peak_memory_bytes"]
+
+
+def ranks(bench: Bench) -> dict[str, Any]:
+    """Train two replicas of DiLoCo as threads and as processes, and as many with NCCL as there are GPUs."""
+    words = {"train": {"compile": False}, "method": {"sync_every_steps": 2}}
+    found = {"threads": _trained(bench, bench.run("diloco/m2", **words))}
+    found["processes"] = _under_torchrun(bench, "diloco", "m2", 2)
+    gpus = torch.cuda.device_count()
+    if gpus:
+        found["nccl"] = _under_torchrun(bench, "diloco", "m2" if gpus > 1 else "m1", min(2, gpus), "nccl")
+    return found | {"bit_equal": found["threads"]["val_loss"] == found["processes"]["val_loss"]}
+
+
+def _under_torchrun(bench: Bench, run: str, variant: str, count: int, backend: str = "gloo") -> dict[str, Any]:
+    """Train a run of the ladder with a process for each rank, as `ranks` does with threads."""
+    with tempfile.TemporaryDirectory() as out:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+        command += ["-m", "lowcomm.train", run, "--variant", variant, "--scale", bench.sizes.rung]
+        command += ["--project", str(bench.ladder.folder), "--data", str(bench.data), "--out", f"{out}/run"]
+        settings = {"train.steps": bench.sizes.steps, "train.warmup_steps": 1, "train.eval_every": 0}
+        settings |= {"train.compile": "false", "method.sync_every_steps": 2, "comm.backend": backend}
+        command += [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        begin = time.perf_counter()
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"{run} with {backend}: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
+        folder = RunFolder.beside(Path(out) / "run")
+        loss, peak = folder.read_summary()["val_loss"], _peak_memory(folder)
+    return {"ranks": count, "val_loss": loss, "seconds": time.perf_counter() - begin, "peak_memory_bytes": peak}
+
+
+def speed(bench: Bench) -> dict[str, Any]:
+    """Time training steps of models of several sizes, in fp32 and bf16, eager and compiled."""
+    n, device = bench.sizes.product, bench.device
+    a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
+    seconds = [bench.seconds(lambda: a @ b) for _ in range(bench.sizes.calls + 2)][2:]
+    peak = 2 * n**3 / statistics.median(seconds)
+    found: dict[str, Any] = {"product_flops_per_second": peak, "models": []}
+    for layers, dim, heads in bench.sizes.models:
+        shape = {"layers": layers, "dim": dim, "heads": heads, "ffn_dim": 4 * dim, "seq_len": bench.sizes.seq_len}
+        for precision, compiled in bench.sizes.arithmetic:
+            train = {"precision": precision, "compile": compiled, "seq_len": bench.sizes.seq_len}
+            train |= {"global_batch": bench.sizes.batch, "eval_sequences": bench.sizes.batch}
+            config = bench.run("data_parallel/batch", model=shape, train=train)
+            run = _trained(bench, config)
+            flops = training_flops(config.model, bench.sizes.batch, bench.sizes.seq_len)
+            row = {"parameters": parameters(config.model).total, "precision": precision, "compiled": compiled}
+            row |= {"tokens_per_second": bench.sizes.batch * bench.sizes.seq_len / run["step_seconds"]}
+            row |= {"share_of_product": flops / run["step_seconds"] / peak, **run}
+            found["models"].append(row)
+    return found
+
+
+def points(bench: Bench) -> dict[str, Any]:
+    """Train points of the ladder's rungs for a GPU until time is up; they are kept as all of the ladder's are."""
+    ladder, left = bench.ladder, bench.until - time.monotonic() - SAVING_S
+
+    def ring(*_: object) -> None:
+        raise Stopped("time is up")
+
+    rungs = [name for name, rung in ladder.plan.rungs.items() if rung.gpu]
+    if left > 0:
+        before = signal.signal(signal.SIGALRM, ring)
+        signal.setitimer(signal.ITIMER_REAL, left)
+        try:
+            with Workers() as workers:
+                for rung in rungs:
+                    train(ladder, rung, workers)
+        except Stopped as stopped:
+            print(stopped, flush=True)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+    done = {rung: [point.read() is not None for point in ladder.results_at(rung)] for rung in rungs}
+    return {rung: {"done": sum(some), "of": len(some)} for rung, some in done.items()}
+
+
+PARTS: dict[str, Callable[[Bench], dict[str, Any]]] = {
+    part.__name__: part for part in (codecs, offload, ranks, speed, points)
+}
+
+
+def pack(ladder: Ladder, packed: Path) -> None:
+    """Pack the ladder's shards and probes, without which no point can be trained. Raises ConfigError without them."""
+    (corpus,), folders = ladder.params["corpora"], [ladder.build / "probes"]
+    folders += [ladder.project.data_dir(corpus, scale).resolve() for scale in ladder.params["scales"]]
+    folders = list(dict.fromkeys(folders))
+    for folder in folders:
+        if not folder.exists():
+            raise ConfigError(f"{folder} is missing: python -m pipelines.ladder prepare")
+    packed.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(packed, "w:xz") as archive:
+        for folder in folders:
+            archive.add(folder, folder.relative_to(ladder.build))
+    print(f"{packed}: {si_bytes(packed.stat().st_size)}")
+
+
+def unpack(ladder: Ladder, packed: Path) -> None:
+    """Bring what was packed where the ladder looks for it, where that is not there yet."""
+    if not (ladder.build / "probes").exists():
+        if not packed.exists():
+            raise ConfigError(f"{packed} is missing: `make gpu-pack` makes it, where the ladder has been prepared")
+        with tarfile.open(packed) as archive:
+            archive.extractall(ladder.build, filter="data")
+    link_rungs(ladder)
+
+
+def device_name() -> str:
+    """Return what computes here."""
+    device = default_device()
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+
+
+def page(results: Path) -> str:
+    """Return the page of all devices that have been measured."""
+    parts = ["# On GPUs", "", "Generated by `python -m pipelines.gpu page` from what `make gpu` has measured.", ""]
+    for file in sorted(results.glob("*.json")):
+        told = json.loads(file.read_text())
+        about = f"Python {told['python']}, torch {told['torch']}" + (", sizes of a test" * told["small"])
+        parts += [f"## {told['device']}", "", f"{about}.", ""]
+        parts += [
+            line for name, found in told["parts"].items() for line in (f"### {name}", "", *SHOWN[name](found), "")
+        ]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _table(rows: list[dict[str, Any]]) -> list[str]:
+    return markdown(pd.DataFrame(rows)).splitlines()
+
+
+def _shown_codecs(found: dict[str, Any]) -> list[str]:
+    return _table(
+        [
+            {
+                "codec": name,
+                "bytes and values of the CPU": "yes" if row["bit_equal"] else "NO",
+                "encode, of a copy's speed": f"{row['encode_over_copy']:.2f}",
+                "decode, of a copy's speed": f"{row['decode_over_copy']:.2f}",
+            }
+            for name, row in found.items()
+        ]
+    )
+
+
+def _shown_runs(found: dict[str, Any]) -> list[str]:
+    rows = [
+        {
+            "": name,
+            "validation loss": f"{row['val_loss']:.6f}",
+            "seconds per step": f"{row['step_seconds']:.4g}" if "step_seconds" in row else "",
+            "peak memory": si_bytes(row["peak_memory_bytes"]),
+        }
+        for name, row in found.items()
+        if isinstance(row, dict)
+    ]
+    return [*_table(rows), "", f"Losses are equal bit for bit: {'yes' if found['bit_equal'] else 'no'}."]
+
+
+def _shown_speed(found: dict[str, Any]) -> list[str]:
+    rows = [
+        {
+            "parameters": f"{row['parameters']:,}",
+            "arithmetic": row["precision"] + (", compiled" if row["compiled"] else ""),
+            "tokens/s": f"{row['tokens_per_second']:,.0f}",
+            "of the products' speed": f"{row['share_of_product']:.0%}",
+            "peak memory": si_bytes(row["peak_memory_bytes"]),
+        }
+        for row in found["models"]
+    ]
+    return [*_table(rows), "", f"Products of bf16 matrices: {found['product_flops_per_second'] / 1e12:.4g} TFLOP/s."]
+
+
+def _shown_points(found: dict[str, Any]) -> list[str]:
+    return _table([{"rung": rung, "points": f"{row['done']} of {row['of']}"} for rung, row in found.items()])
+
+
+SHOWN = {
+    "codecs": _shown_codecs,
+    "offload": _shown_runs,
+    "ranks": _shown_runs,
+    "speed": _shown_speed,
+    "points": _shown_points,
+}
+
+
+def main(argv: list[str] | None = None, ladder: Ladder = LADDER, packed: Path = PACKED, results: Path = RESULTS) -> int:
+    """Command line; see `--help`."""
+    parser = argparse.ArgumentParser(prog="python -m pipelines.gpu", description=__doc__.split("\n")[0])
+    parser.add_argument("what", nargs="?", choices=("run", "pack", "page"), default="run")
+    parser.add_argument("--parts", default=",".join(PARTS), help="some of %(default)s")
+    parser.add_argument("--minutes", type=float, default=9.0, help="for all of them (default: %(default)s)")
+    parser.add_argument("--small", action="store_true", help="sizes that say nothing: that all of it runs")
+    args = parser.parse_args(argv)
+    try:
+        if args.what == "run":
+            asked = args.parts.split(",")
+            for name in asked:
+                pick(PARTS, name, "part")
+            unpack(ladder, packed)
+            sizes = SMALL if args.small or default_device().type == "cpu" else FULL
+            _run(asked, Bench(sizes, ladder, time.monotonic() + 60 * args.minutes), results, args.small)
+        elif args.what == "pack":
+            pack(ladder, packed)
+        if args.what != "pack":
+            (results / "README.md").write_text(page(results))
+    except (ConfigError, RuntimeError) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _run(asked: list[str], bench: Bench, results: Path, redo: bool) -> None:
+    """Run parts that this device has not done, and keep what each found at once. Points go on in any case."""
+    file = results / f"{device_name().replace(' ', '-')}.json"
+    told: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"parts": {}}
+    told |= {"device": device_name(), "python": platform.python_version(), "torch": torch.__version__}
+    told["small"] = bench.sizes is SMALL
+    results.mkdir(parents=True, exist_ok=True)
+    for name in asked:
+        if name in told["parts"] and name != "points" and not redo:
+            print(f"{name}: done before", flush=True)
+            continue
+        if time.monotonic() > bench.until:
+            print(f"{name}: no time is left", flush=True)
+            continue
+        begin = time.perf_counter()
+        told["parts"][name] = PARTS[name](bench)
+        file.write_text(json.dumps(told, indent=1) + "\n")
+        print(f"{name}: {time.perf_counter() - begin:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

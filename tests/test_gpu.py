@@ -1,0 +1,148 @@
+"""The command for a GPU, on the CPU: every part runs, with no tokenizer and no data library, and is done once."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipelines import gpu, probes
+from pipelines.ladder.__main__ import prepare
+from pipelines.ladder.plan import Ladder
+from tests.harness import clean_environment
+
+PARAMS = """
+scale: a
+corpora:
+  rows: {source: json, path: rows.jsonl}
+scales:
+  smoke: &small
+    model: {dim: 8, layers: 2, heads: 2, ffn_dim: 16, vocab_size: 300, seq_len: 16}
+    data: {vocab_size: 300, validation_percent: 10, tuning_percent: 10}
+    train: &train {steps: 8, global_batch: 4, seq_len: 16, lr: 0.01, warmup_steps: 2, eval_every: 0, eval_sequences: 8}
+    checkpoint: {every_steps: 5}
+    sizes: {ladder: {base: {}}}
+  a: {<<: *small}
+  large:
+    <<: *small
+    train: {<<: *train, steps: 20}
+methods:
+  data_parallel: {exchange: none}
+  diloco: &diloco {exchange: parameters, sync_every_steps: 4, outer: nesterov, outer_lr: 0.7, outer_momentum: 0.9}
+  streaming:
+    <<: *diloco
+    fragments: strided
+    layers_per_fragment: 1
+    overlap_steps: [1]
+    mixing: 0.5
+    codec: e3m0
+runs:
+  data_parallel: {method: data_parallel, corpus: rows, replicas: 1, sizes: ladder, seeds: [0], variants: {batch: {}}}
+  diloco: {method: diloco, corpus: rows, replicas: 2, sizes: ladder, seeds: [0], variants: {m2: {}}}
+  streaming: {method: streaming, corpus: rows, replicas: 2, sizes: ladder, seeds: [0], variants: {h30: {}}}
+"""
+PLAN = """
+rungs:
+  a: {seeds: 1, tuned_at: a}
+  large: {seeds: 1, tuned_at: a, rows: [data_parallel/batch, diloco/m2], gpu: true}
+rows:
+  data_parallel/batch: {lines: [lr]}
+  diloco/m2: {from: data_parallel/batch}
+  streaming/h30: {from: data_parallel/batch}
+lines:
+  lr: {begin: 0.01, values: [0.01]}
+"""
+#: What a GPU's machine need not have.
+MISSING = ["sentencepiece", "datasets", "pyarrow", "transformers", "seaborn", "matplotlib", "papermill", "nbformat"]
+MISSING += ["IPython", "ipywidgets", "dvc"]
+THERE = """
+import sys
+sys.modules.update(dict.fromkeys({missing!r}))
+from pathlib import Path
+from pipelines import gpu
+from pipelines.ladder.plan import Ladder
+if __name__ == "__main__":  # workers import this file
+    here = Path({here!r})
+    ladder = Ladder(here / "ladder", here / "there", here / "results")
+    sys.exit(gpu.main({words!r}, ladder, here / "ladder.tar.xz", here / "gpu"))
+"""
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a ladder that has been prepared, tuned and packed."""
+    folder = tmp_path_factory.mktemp("packed")
+    ladder = Ladder(folder / "ladder", tmp_path_factory.mktemp("build") / "ladder", folder / "results")
+    ladder.folder.mkdir()
+    rows = [{"text": f"row {i} counts {i * i} things, {i % 7} of them anew, in plain words"} for i in range(600)]
+    (ladder.folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (ladder.folder / "params.yaml").write_text(PARAMS)
+    (ladder.folder / "plan.yaml").write_text(PLAN)
+    ladder.tuned_file("a").parent.mkdir(parents=True)
+    found = {name: {"values": {"lr": 0.01}, "trials": 0} for name in ladder.plan.rows}
+    ladder.tuned_file("a").write_text(json.dumps(found))
+    assert gpu.main(["pack"], ladder, folder / "ladder.tar.xz", folder / "gpu") == 1  # there is nothing to pack yet
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(probes, "cores", lambda: 1)
+        prepare(ladder)
+    assert gpu.main(["pack"], ladder, folder / "ladder.tar.xz", folder / "gpu") == 0
+    return folder
+
+
+@pytest.fixture
+def here(packed: Path, tmp_path: Path) -> Path:
+    """A copy of it, as a GPU's machine has it: what the ladder has built is in the archive alone."""
+    return Path(shutil.copytree(packed, tmp_path / "here"))
+
+
+def there(here: Path, *words: str) -> str:
+    """Run the command on a machine that has what was packed and the source, and lacks what MISSING names."""
+    (here / "there.py").write_text(THERE.format(missing=MISSING, here=str(here), words=list(words)))
+    command = [sys.executable, str(here / "there.py")]
+    environment = clean_environment(PYTHONPATH=str(Path(gpu.__file__).parents[1]), OMP_NUM_THREADS="1")
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_every_part_runs_with_nothing_to_install_and_is_done_once(here: Path) -> None:
+    said = there(here, "--small", "--parts", "codecs,offload,ranks,speed")
+    assert [line.split(":")[0] for line in said.splitlines()][-4:] == ["codecs", "offload", "ranks", "speed"]
+    (file,) = (here / "gpu").glob("*.json")
+    told = json.loads(file.read_text())
+    assert told["small"]
+    found = told["parts"]
+    assert all(row["bit_equal"] for row in found["codecs"].values())
+    assert found["offload"]["bit_equal"]
+    assert found["ranks"]["bit_equal"]
+    assert found["ranks"]["processes"]["ranks"] == 2
+    assert [(row["precision"], row["compiled"]) for row in found["speed"]["models"]] == list(gpu.SMALL.arithmetic)
+    assert all(row["share_of_product"] > 0 for row in found["speed"]["models"])
+    shown = (here / "gpu" / "README.md").read_text()
+    assert f"## {told['device']}" in shown
+    assert "sizes of a test" in shown
+    assert there(here, "--parts", "codecs,offload").splitlines() == ["codecs: done before", "offload: done before"]
+
+
+def test_points_go_on_where_time_was_up_and_are_trained_once(here: Path) -> None:
+    there(here, "--parts", "points", "--minutes", "0.05")  # less than what is kept for writing a checkpoint
+    (file,) = (here / "gpu").glob("*.json")
+    assert json.loads(file.read_text())["parts"]["points"] == {"large": {"done": 0, "of": 2}}
+    assert "data_parallel/batch at large, seed 0: " in there(here, "--parts", "points")
+    assert json.loads(file.read_text())["parts"]["points"] == {"large": {"done": 2, "of": 2}}
+    points = sorted((here / "results" / "points" / "large").rglob("*.json"))
+    assert [point.parent.name for point in points] == ["batch", "m2"]
+    assert "| large | 2 of 2 |" in (here / "gpu" / "README.md").read_text()
+    assert "data_parallel/batch" not in there(here, "--parts", "points")
+
+
+def test_what_is_wrong_is_said_in_a_line(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ladder = Ladder(here / "ladder", here / "elsewhere", here / "results")
+    assert gpu.main(["--parts", "codec"], ladder, here / "ladder.tar.xz", here / "gpu") == 1
+    assert "no part named 'codec'; did you mean 'codecs'" in capsys.readouterr().err
+    assert gpu.main([], ladder, here / "none.tar.xz", here / "gpu") == 1
+    assert "none.tar.xz is missing: `make gpu-pack` makes it" in capsys.readouterr().err
