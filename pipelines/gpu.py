@@ -53,6 +53,7 @@ from lowcomm.settings import ConfigError
 from pipelines.ladder.__main__ import link_rungs, train
 from pipelines.ladder.plan import LADDER, Ladder
 from pipelines.ladder.workers import Stopped, Workers
+from pipelines.probes import SCALE
 from pipelines.project import BUILD, ROOT
 
 #: What travels, and where results are kept.
@@ -292,10 +293,9 @@ PARTS: dict[str, Callable[[Bench], dict[str, Any]]] = {
 
 def pack(ladder: Ladder, packed: Path) -> None:
     """Pack the ladder's shards and probes, without which no point can be trained. Raises ConfigError without them."""
-    (corpus,), folders = ladder.params["corpora"], [ladder.build / "probes"]
-    folders += [ladder.project.data_dir(corpus, scale).resolve() for scale in ladder.params["scales"]]
-    folders = list(dict.fromkeys(folders))
-    for folder in folders:
+    first = next(scale for scale in ladder.params["scales"] if scale != SCALE)  # all rungs read its shards
+    folders = [ladder.project.data_dir(corpus, s) for corpus in ladder.params["corpora"] for s in (SCALE, first)]
+    for folder in (folders := [ladder.build / "probes", *folders]):
         if not folder.exists():
             raise ConfigError(f"{folder} is missing: python -m pipelines.ladder prepare")
     packed.parent.mkdir(parents=True, exist_ok=True)

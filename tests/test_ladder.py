@@ -21,9 +21,10 @@ from lowcomm.settings import ConfigError
 from pipelines import probes
 from pipelines.ladder import workers
 from pipelines.ladder.__main__ import listed, main
-from pipelines.ladder.fits import gap_rows, read_cells, read_trials
+from pipelines.ladder.fits import best_runs, gap_rows, read_cells, read_trials
 from pipelines.ladder.plan import LADDER, Ladder, Line, Plan, Row, read_plan
 from pipelines.ladder.tune import walk_line, walk_row
+from pipelines.report import Comparison
 from tests.harness import clean_environment
 
 
@@ -278,6 +279,41 @@ def test_a_worker_that_is_done_when_another_fails_ends_too(small: Ladder) -> Non
         assert pipe.poll(60)
         time.sleep(0.5)  # by when it waits
     assert [process.exitcode for process in some._processes] == [0]
+
+
+def test_headlines_are_of_the_largest_rung_that_has_them(small: Ladder) -> None:
+    tuned = {name: {"values": {}, "trials": 0} for name in small.plan.rows}
+    small.tuned_file("a").parent.mkdir(parents=True)
+    small.tuned_file("a").write_text(json.dumps(tuned))
+    with pytest.raises(ConfigError, match="no rung of the ladder has 1 seeds of all of plain, diloco/m2: make ladder"):
+        best_runs(small, ["plain", "diloco/m2"], seeds=1)
+
+    def plant(rung: str, rows: set[str]) -> None:
+        for point in small.results_at(rung):
+            if point.row.name in rows:
+                point.file.parent.mkdir(parents=True, exist_ok=True)
+                told = {"val_loss": 3.0 + point.seed, "seed": point.seed, "tokens": 100, "parameters": 10}
+                point.file.write_text(json.dumps(told))
+
+    plant("a", {"plain", "diloco/m2"})
+    rung, runs = best_runs(small, ["plain", "diloco/m2"])
+    assert (rung, [s["val_loss"] for s in runs["plain"]]) == ("a", [3.0, 4.0])
+    plant("b", {"plain"})  # has one seed, and not all rows
+    assert best_runs(small, ["plain", "diloco/m2"], seeds=1)[0] == "a"
+    plant("b", {"diloco/m2"})
+    assert best_runs(small, ["plain", "diloco/m2"], seeds=1)[0] == "b"
+    assert best_runs(small, ["plain", "diloco/m2"])[0] == "a"
+    compared = Comparison(best_runs(small, ["plain", "diloco/m2"])[1])
+    assert compared.regime("diloco/m2").rounds == 3  # 12 steps, H = 4
+    assert compared.loss["plain"] == 3.5
+
+
+def test_no_table_of_the_first_pipeline_trains_the_ladder() -> None:
+    """What tables read of the ladder is no output of any stage, else `dvc repro` would run that first."""
+    stages = yaml.safe_load((LADDER.results / "dvc.yaml").read_text())["stages"].values()
+    made = [out for stage in stages for out in stage.get("outs", [])]
+    assert made
+    assert all(out.startswith("build/ladder/") for out in made)
 
 
 def test_the_ladders_tables_are_of_the_points_in_git() -> None:

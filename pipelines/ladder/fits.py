@@ -78,6 +78,24 @@ def read_losses(folder: Path) -> dict[int, float]:
     return {outcome["seed"]: outcome["val_loss"] for outcome in found}
 
 
+def best_runs(ladder: Ladder, rows: Sequence[str], seeds: int = 2) -> tuple[str, dict[str, list[dict[str, Any]]]]:
+    """Return the largest rung at which all of some rows have so many seeds, and their runs there, each at its best.
+
+    Runs are summaries as `report.Comparison` takes them. Raises ConfigError where no rung has them.
+    """
+    for rung in reversed(ladder.plan.rungs):
+        if not set(rows) <= set(ladder.plan.rungs[rung].rows):
+            continue
+        found: dict[str, list[dict[str, Any]]] = {row: [] for row in rows}
+        for point in ladder.results_at(rung) if ladder.tuned_file(ladder.plan.rungs[rung].tuned_at).exists() else []:
+            if point.row.name in found and point.file.exists():
+                run = {"run": point.config.to_dict()}
+                found[point.row.name].append(json.loads(point.file.read_text()) | run)
+        if all(len(runs) >= seeds for runs in found.values()):
+            return rung, found
+    raise ConfigError(f"no rung of the ladder has {seeds} seeds of all of {', '.join(rows)}: make ladder")
+
+
 def gap_rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
     """Return the rows of gaps.csv: each cell's means over its pairs, and its gap in % of the loss with a 95 % interval.
 
