@@ -21,10 +21,9 @@ from lowcomm.settings import ConfigError
 from pipelines import probes
 from pipelines.ladder import workers
 from pipelines.ladder.__main__ import listed, main
-from pipelines.ladder.fits import best_runs, gap_rows, read_cells, read_trials
+from pipelines.ladder.fits import at_their_best, gap_rows, read_cells, read_trials
 from pipelines.ladder.plan import LADDER, Ladder, Line, Plan, Row, read_plan
 from pipelines.ladder.tune import walk_line, walk_row
-from pipelines.report import Comparison
 from tests.harness import clean_environment
 
 
@@ -285,27 +284,27 @@ def test_headlines_are_of_the_largest_rung_that_has_them(small: Ladder) -> None:
     tuned = {name: {"values": {}, "trials": 0} for name in small.plan.rows}
     small.tuned_file("a").parent.mkdir(parents=True)
     small.tuned_file("a").write_text(json.dumps(tuned))
+    rows = {"one": "plain", "two": "diloco/m2"}
     with pytest.raises(ConfigError, match="no rung of the ladder has 1 seeds of all of plain, diloco/m2: make ladder"):
-        best_runs(small, ["plain", "diloco/m2"], seeds=1)
+        at_their_best(small, rows, seeds=1)
 
-    def plant(rung: str, rows: set[str]) -> None:
+    def plant(rung: str, row: str) -> None:
         for point in small.results_at(rung):
-            if point.row.name in rows:
+            if point.row.name == row:
                 point.file.parent.mkdir(parents=True, exist_ok=True)
                 told = {"val_loss": 3.0 + point.seed, "seed": point.seed, "tokens": 100, "parameters": 10}
                 point.file.write_text(json.dumps(told))
 
-    plant("a", {"plain", "diloco/m2"})
-    rung, runs = best_runs(small, ["plain", "diloco/m2"])
-    assert (rung, [s["val_loss"] for s in runs["plain"]]) == ("a", [3.0, 4.0])
-    plant("b", {"plain"})  # has one seed, and not all rows
-    assert best_runs(small, ["plain", "diloco/m2"], seeds=1)[0] == "a"
-    plant("b", {"diloco/m2"})
-    assert best_runs(small, ["plain", "diloco/m2"], seeds=1)[0] == "b"
-    assert best_runs(small, ["plain", "diloco/m2"])[0] == "a"
-    compared = Comparison(best_runs(small, ["plain", "diloco/m2"])[1])
-    assert compared.regime("diloco/m2").rounds == 3  # 12 steps, H = 4
-    assert compared.loss["plain"] == 3.5
+    for row in rows.values():
+        plant("a", row)
+    rung, compared = at_their_best(small, rows)
+    assert (rung, compared.losses["one"], compared.loss["two"]) == ("a", [3.0, 4.0], 3.5)
+    assert compared.regime("two").rounds == 3  # 12 steps, H = 4
+    plant("b", "plain")  # a single seed, of one of the two
+    assert at_their_best(small, rows, seeds=1)[0] == "a"
+    plant("b", "diloco/m2")
+    assert at_their_best(small, rows, seeds=1)[0] == "b"
+    assert at_their_best(small, rows)[0] == "a"
 
 
 def test_no_table_of_the_first_pipeline_trains_the_ladder() -> None:

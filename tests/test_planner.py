@@ -145,6 +145,8 @@ def test_a_size_lies_on_the_line_through_its_neighbours_and_no_fall_is_hoped_for
     assert [p.log_ratio for p in seen.values()] == pytest.approx([0.08, 0.08, 0.06, 0.02, 0.02])
     assert [p.extrapolated for p in seen.values()] == pytest.approx([10, 1, 10**0.5, 1, 100])
     assert seen[1e9].deviation > 3 * seen[1e7].deviation > 2 * seen[10**5.5].deviation
+    gains = Penalties(pd.DataFrame([(*row[:4], -row[4], *row[5:]) for row in sizes], columns=COLUMNS))
+    assert [gains.one("local updates", 1, 2, size).log_ratio for size in (1e4, 1e5, 1e7, 1e9)] == [0, -0.08, -0.02, 0]
 
 
 def test_the_nearest_source_is_asked() -> None:

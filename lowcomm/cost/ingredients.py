@@ -5,8 +5,8 @@ penalties (`results/ladder/penalties.csv`) has sources, our ladder and papers; e
 numbers of replicas, amounts (H, slices, D / k) and sizes of model. An ingredient is taken from the source that
 is nearest to what is asked, in the product of the factors of replicas, amount and parameters:
 
-- between sizes it lies on the line through the neighbours in ln N; beyond them it stays what it was at the last one,
-  so that no method is advised for a fall that nobody has seen, while its deviation grows as that of the line;
+- between sizes it lies on the line through the neighbours in ln N; beyond them it stays what it was at the last one, and
+  a gain there counts as none, so that no method is advised for what nobody has seen; its deviation grows as the line's;
 - between amounts, and between numbers of replicas, it lies on the line in their logarithm; beyond them it goes on as
   the line from the first to the last, but does not fall. Amounts begin where nothing is paid for them: at H = 30 (of
   which "local updates" speak), at one slice, at the whole stream.
@@ -224,15 +224,20 @@ def _split(rows: Sequence[Any], column: str) -> list[tuple[float, list[Any]]]:
 
 
 def _at_size(rows: Sequence[Any], parameters: float) -> tuple[float, float]:
-    """Return (log_ratio, deviation) at a size: the line through the neighbours in ln N, level beyond the last ones."""
+    """Return (log_ratio, deviation) at a size: the line through the neighbours in ln N, level beyond the last ones.
+
+    Beyond them a gain counts as none.
+    """
+    inside = rows[0].parameters <= parameters <= rows[-1].parameters
     if len(rows) == 1:
-        return float(rows[0].log_ratio), float(rows[0].deviation)
-    a, b = _neighbours([row.parameters for row in rows], parameters)
-    a, b = rows[a], rows[b]
-    share = math.log(parameters / a.parameters) / math.log(b.parameters / a.parameters)
-    level = min(1.0, max(0.0, share))
-    value = (1 - level) * a.log_ratio + level * b.log_ratio
-    return float(value), math.hypot((1 - share) * a.deviation, share * b.deviation)
+        value, deviation = float(rows[0].log_ratio), float(rows[0].deviation)
+    else:
+        a, b = (rows[i] for i in _neighbours([row.parameters for row in rows], parameters))
+        share = math.log(parameters / a.parameters) / math.log(b.parameters / a.parameters)
+        level = min(1.0, max(0.0, share))
+        value = float((1 - level) * a.log_ratio + level * b.log_ratio)
+        deviation = math.hypot((1 - share) * a.deviation, share * b.deviation)
+    return value if inside else max(0.0, value), deviation
 
 
 def _rising(points: Sequence[tuple[float, float, float]], x: float) -> tuple[float, float]:

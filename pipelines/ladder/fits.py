@@ -25,6 +25,7 @@ from numpy.typing import ArrayLike, NDArray
 from lowcomm.model.accounting import parameters
 from lowcomm.settings import ConfigError
 from pipelines.ladder.plan import Ladder
+from pipelines.report import Comparison
 from pipelines.verdicts import Paired, log_ratios, quantile, student
 
 #: Exponents of the law of loss: the likely one, as of published fits, and the highest; the lowest leaves no floor.
@@ -78,22 +79,22 @@ def read_losses(folder: Path) -> dict[int, float]:
     return {outcome["seed"]: outcome["val_loss"] for outcome in found}
 
 
-def best_runs(ladder: Ladder, rows: Sequence[str], seeds: int = 2) -> tuple[str, dict[str, list[dict[str, Any]]]]:
-    """Return the largest rung at which all of some rows have so many seeds, and their runs there, each at its best.
+def at_their_best(ladder: Ladder, rows: Mapping[Any, str], *, seeds: int = 2) -> tuple[str, Comparison]:
+    """Return the largest rung at which all of some rows have so many seeds, and their runs there, side by side.
 
-    Runs are summaries as `report.Comparison` takes them. Raises ConfigError where no rung has them.
+    rows: key of the comparison -> row. Each is at what tuning found for it. Raises ConfigError where no rung has them.
     """
-    for rung in reversed(ladder.plan.rungs):
-        if not set(rows) <= set(ladder.plan.rungs[rung].rows):
+    for rung in reversed(ladder.plan.rungs.values()):
+        if not set(rows.values()) <= set(rung.rows) or not ladder.tuned_file(rung.tuned_at).exists():
             continue
-        found: dict[str, list[dict[str, Any]]] = {row: [] for row in rows}
-        for point in ladder.results_at(rung) if ladder.tuned_file(ladder.plan.rungs[rung].tuned_at).exists() else []:
-            if point.row.name in found and point.file.exists():
-                run = {"run": point.config.to_dict()}
-                found[point.row.name].append(json.loads(point.file.read_text()) | run)
-        if all(len(runs) >= seeds for runs in found.values()):
-            return rung, found
-    raise ConfigError(f"no rung of the ladder has {seeds} seeds of all of {', '.join(rows)}: make ladder")
+        found: dict[str, list[dict[str, Any]]] = {}
+        for point in ladder.results_at(rung.name):
+            if point.file.exists():
+                told = json.loads(point.file.read_text()) | {"run": point.config.to_dict()}
+                found.setdefault(point.row.name, []).append(told)
+        if all(len(found.get(row, ())) >= seeds for row in rows.values()):
+            return rung.name, Comparison({key: found[row] for key, row in rows.items()})
+    raise ConfigError(f"no rung of the ladder has {seeds} seeds of all of {', '.join(rows.values())}: make ladder")
 
 
 def gap_rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
