@@ -5,8 +5,9 @@ penalties (`results/ladder/penalties.csv`) has sources, our ladder and papers; e
 numbers of replicas, amounts (H, slices, D / k) and sizes of model. An ingredient is taken from the source that
 is nearest to what is asked, in the product of the factors of replicas, amount and parameters:
 
-- between sizes it lies on the line through the neighbours in ln N; beyond them it stays what it was at the last one, and
-  a gain there counts as none, so that no method is advised for what nobody has seen; its deviation grows as the line's;
+- between sizes it lies on the line through the neighbours in ln N; beyond them it stays what it was at the last one,
+  and a gain there counts as none, so that no method is advised for what nobody has seen, while its deviation grows as
+  that of the line;
 - between amounts, and between numbers of replicas, it lies on the line in their logarithm; beyond them it goes on as
   the line from the first to the last, but does not fall. Amounts begin where nothing is paid for them: at H = 30 (of
   which "local updates" speak), at one slice, at the whole stream.
