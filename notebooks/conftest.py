@@ -32,10 +32,3 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         began = [pool.submit(train_in_threads, config, data[config.data.corpus], run_folder(config)) for config in todo]
         for done in began:
             done.result()
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the last notebooks, which train and replay most, so that no worker is left alone with them."""
-    files = {item.path: None for item in items}
-    order = {path: -number for number, path in enumerate(files)}
-    items.sort(key=lambda item: order[item.path])
