@@ -33,7 +33,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -56,7 +55,9 @@ from lowcomm.methods.subspace import Subspace
 from lowcomm.model.accounting import parameter_shapes, training_flops
 from lowcomm.model.config import ModelConfig
 from lowcomm.model.decoder import Decoder
+from pipelines.launch import torchrun_command
 from pipelines.project import ROOT, corpus_configs, prepared, run_config
+from pipelines.timing import in_turns, seconds
 
 #: Parts of the matrices that item 5 trains, and how many there are of each.
 SLICED, SLICES = ("mlp", "heads"), 4
@@ -217,17 +218,13 @@ def sliced_step(sizes: Sizes) -> tuple[list[float], float]:
         trained = train_slice(model, pieces(parameter_shapes(wide), sliced, SLICES, wide.layers), 0)
         optimizer = torch.optim.AdamW(trained.values(), fused=True)
 
-        def step(model: Decoder = model, optimizer: torch.optim.Optimizer = optimizer) -> float:
-            begin = time.perf_counter()
+        def step(model: Decoder = model, optimizer: torch.optim.Optimizer = optimizer) -> None:
             model.losses(tokens[:, :-1], tokens[:, 1:])[0].backward()
             optimizer.step()
             optimizer.zero_grad()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            return time.perf_counter() - begin
 
         steps.append(step)
-    ratios = [steps[1]() / steps[0]() for _ in range(sizes.pairs + 2)][2:]
+    ratios = [part / full for full, part in in_turns(steps, sizes.pairs, device)]
     flops = training_flops(wide, 2, wide.seq_len, sliced=SLICED, slices=SLICES)
     return ratios, flops / training_flops(wide, 2, wide.seq_len)
 
@@ -241,13 +238,6 @@ def subspace_shares(sizes: Sizes) -> dict[str, list[float]]:
     device, thin = default_device(), sizes.thin
     model = Decoder(thin, SUBSPACE.constraint).initialise(0).to(device)
     trained, found = dict(model.named_parameters()), {}
-
-    def seconds(call: Callable[[], object]) -> float:
-        begin = time.perf_counter()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter() - begin
 
     def work(world: World) -> None:
         subspace = Subspace(model, SUBSPACE, world, trained, (2, thin.seq_len))
@@ -264,14 +254,14 @@ def subspace_shares(sizes: Sizes) -> dict[str, list[float]]:
                 boundary.read_gradients(boundary.gradients(x), ids.shape)
 
         for number in range(1, sizes.steps + 3):
-            step = seconds(lambda: model.losses(ids, tokens[:, 1:])[0].backward())
+            step = seconds(lambda: model.losses(ids, tokens[:, 1:])[0].backward(), device)
             parts = {
-                "watching": seconds(subspace.watch),
-                "projection": seconds(subspace.project_gradients),
-                "compression": seconds(there_and_back),
+                "watching": seconds(subspace.watch, device),
+                "projection": seconds(subspace.project_gradients, device),
+                "compression": seconds(there_and_back, device),
             }
-            times = {name: seconds(optimizer.step) for name, optimizer in (("plain", plain), ("rows", rows))}
-            move = seconds(lambda: subspace.update(500, rows, lambda change: None))
+            times = {name: seconds(optimizer.step, device) for name, optimizer in (("plain", plain), ("rows", rows))}
+            move = seconds(lambda: subspace.update(500, rows, lambda change: None), device)
             parts["update, every 500 steps"] = move / 500
             step += times["rows"] + sum(parts.values())
             for p in trained.values():
@@ -350,20 +340,10 @@ def codec_speed(sizes: Sizes) -> dict[str, tuple[list[float], list[float]]]:
         "decode": (lambda: codec.decode(packed, numel), lambda: _plain_decode(packed, numel, codec)),
     }
 
-    def seconds(call: Callable[[], object]) -> float:
-        wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-        wait()
-        begin = time.perf_counter()
-        call()
-        wait()
-        return time.perf_counter() - begin
-
     found = {}
     for name, (ours, plain) in pairs.items():
-        rows = [(seconds(ours), seconds(lambda: there.copy_(x)), seconds(plain)) for _ in range(sizes.codec_calls + 2)][
-            2:
-        ]
-        found[name] = [copy / own for own, copy, _ in rows], [other / own for own, _, other in rows]
+        turns = in_turns([ours, lambda: there.copy_(x), plain], sizes.codec_calls, device)
+        found[name] = [copy / own for own, copy, _ in turns], [other / own for own, _, other in turns]
     return found
 
 
@@ -393,9 +373,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"| subspace, % of a step: {name} | {quartiles([100 * v for v in values])} | about 1 in all |")
     print(f"| seconds of AdamW with a second moment a row over the fused one's | {quartiles(ratios)} | - |")
     for ranks in sizes.ranks:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        command = torchrun_command(ranks, "pipelines.bench", *(["--small"] if sizes is SMALL else []))
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        command += ["-m", "pipelines.bench", *(["--small"] if sizes is SMALL else [])]
         done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
         for line in done.stdout.splitlines():
             found = json.loads(line)

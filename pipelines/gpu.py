@@ -1,6 +1,6 @@
 """What a GPU has to show, in less than ten minutes a call and with nothing to install.
 
-    make gpu-pack             where the ladder's corpus is: pack what the GPU's machine lacks into build/gpu (35 MB)
+    make gpu-pack             where the ladder's corpus is: pack what the GPU's machine lacks into build/gpu (13 MB)
     make gpu                  there, with that folder: every part that this GPU has not done, one after the other
     python3 -m pipelines.gpu --parts points --minutes 9       some of them, in so much time
 
@@ -53,8 +53,10 @@ from lowcomm.settings import ConfigError
 from pipelines.ladder.__main__ import link_rungs, train
 from pipelines.ladder.plan import LADDER, Ladder
 from pipelines.ladder.workers import Stopped, Workers
+from pipelines.launch import torchrun_command
 from pipelines.probes import SCALE
 from pipelines.project import BUILD, ROOT
+from pipelines.timing import in_turns, wait
 
 #: What travels, and where results are kept.
 PACKED, RESULTS = BUILD / "gpu" / "ladder.tar.xz", ROOT / "results" / "gpu"
@@ -62,14 +64,16 @@ PACKED, RESULTS = BUILD / "gpu" / "ladder.tar.xz", ROOT / "results" / "gpu"
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """How much is done of what.
+    """How much each part does.
 
     Attributes:
-        values: fp32 values to and from bytes. calls: how often, and how many products of matrices.
-        product: rows and columns of the matrices that say how fast the device is.
-        rung: of the ladder, whose model the parts offload and ranks train; steps: how many.
-        models: layers, width and heads of the models whose speed is measured; batch, seq_len: of a step of them.
-        arithmetic: of these steps, (precision, compiled).
+        values: how many fp32 values a codec turns into bytes and back. calls: how often it does, and how often two
+            matrices are multiplied.
+        product: the rows and columns of these matrices, whose product says how fast the device is.
+        rung: the rung of the ladder whose model the parts offload and ranks train. steps: for how many steps.
+        models: the layers, width and heads of each model whose speed is measured. batch, seq_len: the sequences of a
+            step, and their tokens.
+        arithmetic: the precision of these steps, and whether they are compiled.
     """
 
     values: int
@@ -112,7 +116,7 @@ CODECS = ("e3m0", "e2m1", "e4m3", "e5m2")
 
 @dataclasses.dataclass(frozen=True)
 class Bench:
-    """What parts need: sizes, the ladder, the folder of its corpus, and the moment at which time is up."""
+    """What all parts are given: sizes, the ladder, and the moment at which time is up."""
 
     sizes: Sizes
     ladder: Ladder
@@ -124,20 +128,8 @@ class Bench:
 
     @property
     def data(self) -> Path:
+        """The folder of the ladder's corpus."""
         return self.ladder.project.data_dir(next(iter(self.ladder.params["corpora"])), self.sizes.rung)
-
-    def wait(self) -> None:
-        """Wait for what has been queued on the device."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-    def seconds(self, call: Callable[[], object]) -> float:
-        """Return the time that a call takes on the device."""
-        self.wait()
-        begin = time.perf_counter()
-        call()
-        self.wait()
-        return time.perf_counter() - begin
 
     def run(self, name: str, **override: Any) -> RunConfig:
         """Return a run of the ladder ("diloco/m2") at this size and length; sections are overridden."""
@@ -167,8 +159,8 @@ def codecs(bench: Bench) -> dict[str, Any]:
         ways = {"encode": lambda c=codec: c.encode(x), "decode": lambda c=codec, p=packed: c.decode(p, x.numel())}
         shares = {}
         for way, call in ways.items():
-            pairs = [(bench.seconds(lambda: there.copy_(x)), bench.seconds(call)) for _ in range(bench.sizes.calls + 2)]
-            shares[way] = statistics.median(copy / own for copy, own in pairs[2:])
+            turns = in_turns([lambda: there.copy_(x), call], bench.sizes.calls, bench.device)
+            shares[way] = statistics.median(copy / own for copy, own in turns)
         found[name] = {"bit_equal": same, "encode_over_copy": shares["encode"], "decode_over_copy": shares["decode"]}
     return found
 
@@ -189,7 +181,7 @@ def _trained(bench: Bench, config: RunConfig) -> dict[str, Any]:
 
     def mark(trainer: Trainer, row: dict[str, Any]) -> None:
         if trainer.world.rank == 0:
-            bench.wait()
+            wait(bench.device)
             marks.append(time.perf_counter())
 
     with tempfile.TemporaryDirectory() as out:
@@ -224,8 +216,7 @@ def ranks(bench: Bench) -> dict[str, Any]:
 def _under_torchrun(bench: Bench, run: str, variant: str, count: int, backend: str = "gloo") -> dict[str, Any]:
     """Train a run of the ladder with a process for each rank, as `ranks` does with threads."""
     with tempfile.TemporaryDirectory() as out:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
-        command += ["-m", "lowcomm.train", run, "--variant", variant, "--scale", bench.sizes.rung]
+        command = torchrun_command(count, "lowcomm.train", run, "--variant", variant, "--scale", bench.sizes.rung)
         command += ["--project", str(bench.ladder.folder), "--data", str(bench.data), "--out", f"{out}/run"]
         settings = {"train.steps": bench.sizes.steps, "train.warmup_steps": 1, "train.eval_every": 0}
         settings |= {"train.compile": "false", "method.sync_every_steps": 2, "comm.backend": backend}
@@ -244,8 +235,8 @@ def speed(bench: Bench) -> dict[str, Any]:
     """Time training steps of models of several sizes, in fp32 and bf16, eager and compiled."""
     n, device = bench.sizes.product, bench.device
     a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
-    seconds = [bench.seconds(lambda: a @ b) for _ in range(bench.sizes.calls + 2)][2:]
-    peak = 2 * n**3 / statistics.median(seconds)
+    seconds = statistics.median(taken for (taken,) in in_turns([lambda: a @ b], bench.sizes.calls, device))
+    peak = 2 * n**3 / seconds
     found: dict[str, Any] = {"product_flops_per_second": peak, "models": []}
     for layers, dim, heads in bench.sizes.models:
         shape = {"layers": layers, "dim": dim, "heads": heads, "ffn_dim": 4 * dim, "seq_len": bench.sizes.seq_len}

@@ -53,6 +53,12 @@ def environment(wanted: Mapping[str, str]) -> Iterator[None]:
             os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
+def torchrun_command(ranks: int, module: str, *words: str) -> list[str]:
+    """Return the command that runs a module under torchrun, a process of this machine for each rank."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return [*torchrun, "-m", module, *words]
+
+
 class LaunchError(RuntimeError):
     """The run failed; the message holds the tail of its log."""
 

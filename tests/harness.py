@@ -26,6 +26,7 @@ from torch.distributed import TCPStore
 from lowcomm.comm.config import CommConfig
 from lowcomm.comm.start import run_threads, world_from_torchrun
 from lowcomm.comm.wire import VirtualClock
+from pipelines.ladder.plan import Ladder
 from pipelines.launch import environment
 from pipelines.project import ROOT
 
@@ -139,9 +140,37 @@ class OnlyTheLink(VirtualClock):
         self.time = max(entered, finished)
 
 
-def torchrun_command(ranks: int, *words: str) -> list[str]:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return [*torchrun, "-m", "lowcomm.train", *words]
+#: Scales of a small ladder, whose points take a second: the probes' smoke, and the rungs a and b.
+SCALES = """
+scale: a
+corpora:
+  rows: {source: json, path: rows.jsonl}
+scales:
+  smoke: &small
+    model: {dim: 8, layers: 2, heads: 2, ffn_dim: 16, vocab_size: 300, seq_len: 16}
+    data: {vocab_size: 300, validation_percent: 10, tuning_percent: 10}
+    train: &train
+      {steps: 8, global_batch: 4, seq_len: 16, lr: 0.01, warmup_steps: 2, eval_every: 0, eval_sequences: 8}
+    checkpoint: {every_steps: 5}
+    sizes: {ladder: {base: {}}}
+  a:
+    <<: *small
+    train: {<<: *train, steps: 12}
+  b:
+    <<: *small
+    train: {<<: *train, steps: 16}
+"""
+
+
+def small_ladder(folder: Path, build: Path, methods: str, plan: str) -> Ladder:
+    """Write a ladder with a corpus of its own into an empty folder. methods: of its params.yaml, and the runs."""
+    ladder = Ladder(folder / "ladder", build, folder / "results")
+    ladder.folder.mkdir()
+    rows = [{"text": f"row {i} counts {i * i} things, {i % 7} of them anew, in plain words"} for i in range(600)]
+    (ladder.folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (ladder.folder / "params.yaml").write_text(SCALES + methods)
+    (ladder.folder / "plan.yaml").write_text(plan)
+    return ladder
 
 
 def clean_environment(**more: str) -> dict[str, str]:

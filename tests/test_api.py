@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lowcomm
+from pipelines.launch import torchrun_command
 from tests.harness import clean_environment
 
 
@@ -58,8 +59,8 @@ def train_llama(world: lowcomm.World, steps: int = 14) -> dict[str, Any]:
 
 def test_a_llama_trains_alike_in_threads_and_under_torchrun(tmp_path: Path) -> None:
     found = lowcomm.run_threads(train_llama, replicas=2)
-    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tests.test_api", tmp_path]
-    subprocess.run([sys.executable, *map(str, words)], env=clean_environment(), check=True, timeout=240)
+    command = torchrun_command(2, "tests.test_api", str(tmp_path))
+    subprocess.run(command, env=clean_environment(), check=True, timeout=240)
     assert [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)] == found
     first, second = found
     assert first["agreed"] == second["agreed"]

@@ -30,7 +30,7 @@ def cells(*, slope: float = -0.01, noise: float = 0.003, seed: int = 0, seeds: t
         luck = rng.normal(0, 0.02, count)
         base = {s: base_loss(size) * math.exp(luck[s]) for s in range(count)}
         losses = {s: base[s] * math.exp(gap(size, slope) + rng.normal(0, noise)) for s in range(count)}
-        found.append(Cell("method", f"{size}", size, 20.0, 100, 512, losses, base))
+        found.append(Cell("method", f"{size}", 4, size, 20.0, 100, 512, losses, base))
     return found
 
 

@@ -13,23 +13,9 @@ import pytest
 from pipelines import gpu, probes
 from pipelines.ladder.__main__ import prepare
 from pipelines.ladder.plan import Ladder
-from tests.harness import clean_environment
+from tests.harness import clean_environment, small_ladder
 
-PARAMS = """
-scale: a
-corpora:
-  rows: {source: json, path: rows.jsonl}
-scales:
-  smoke: &small
-    model: {dim: 8, layers: 2, heads: 2, ffn_dim: 16, vocab_size: 300, seq_len: 16}
-    data: {vocab_size: 300, validation_percent: 10, tuning_percent: 10}
-    train: &train {steps: 8, global_batch: 4, seq_len: 16, lr: 0.01, warmup_steps: 2, eval_every: 0, eval_sequences: 8}
-    checkpoint: {every_steps: 5}
-    sizes: {ladder: {base: {}}}
-  a: {<<: *small}
-  large:
-    <<: *small
-    train: {<<: *train, steps: 20}
+METHODS = """
 methods:
   data_parallel: {exchange: none}
   diloco: &diloco {exchange: parameters, sync_every_steps: 4, outer: nesterov, outer_lr: 0.7, outer_momentum: 0.9}
@@ -48,7 +34,7 @@ runs:
 PLAN = """
 rungs:
   a: {seeds: 1, tuned_at: a}
-  large: {seeds: 1, tuned_at: a, rows: [data_parallel/batch, diloco/m2], gpu: true}
+  b: {seeds: 1, tuned_at: a, rows: [data_parallel/batch, diloco/m2], gpu: true}
 rows:
   data_parallel/batch: {lines: [lr]}
   diloco/m2: {from: data_parallel/batch}
@@ -76,12 +62,7 @@ if __name__ == "__main__":  # workers import this file
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a ladder that has been prepared, tuned and packed."""
     folder = tmp_path_factory.mktemp("packed")
-    ladder = Ladder(folder / "ladder", tmp_path_factory.mktemp("build") / "ladder", folder / "results")
-    ladder.folder.mkdir()
-    rows = [{"text": f"row {i} counts {i * i} things, {i % 7} of them anew, in plain words"} for i in range(600)]
-    (ladder.folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (ladder.folder / "params.yaml").write_text(PARAMS)
-    (ladder.folder / "plan.yaml").write_text(PLAN)
+    ladder = small_ladder(folder, tmp_path_factory.mktemp("build") / "ladder", METHODS, PLAN)
     ladder.tuned_file("a").parent.mkdir(parents=True)
     found = {name: {"values": {"lr": 0.01}, "trials": 0} for name in ladder.plan.rows}
     ladder.tuned_file("a").write_text(json.dumps(found))
@@ -131,12 +112,12 @@ def test_every_part_runs_with_nothing_to_install_and_is_done_once(here: Path) ->
 def test_points_go_on_where_time_was_up_and_are_trained_once(here: Path) -> None:
     there(here, "--parts", "points", "--minutes", "0.05")  # less than what is kept for writing a checkpoint
     (file,) = (here / "gpu").glob("*.json")
-    assert json.loads(file.read_text())["parts"]["points"] == {"large": {"done": 0, "of": 2}}
-    assert "data_parallel/batch at large, seed 0: " in there(here, "--parts", "points")
-    assert json.loads(file.read_text())["parts"]["points"] == {"large": {"done": 2, "of": 2}}
-    points = sorted((here / "results" / "points" / "large").rglob("*.json"))
+    assert json.loads(file.read_text())["parts"]["points"] == {"b": {"done": 0, "of": 2}}
+    assert "data_parallel/batch at b, seed 0: " in there(here, "--parts", "points")
+    assert json.loads(file.read_text())["parts"]["points"] == {"b": {"done": 2, "of": 2}}
+    points = sorted((here / "results" / "points" / "b").rglob("*.json"))
     assert [point.parent.name for point in points] == ["batch", "m2"]
-    assert "| large | 2 of 2 |" in (here / "gpu" / "README.md").read_text()
+    assert "| b | 2 of 2 |" in (here / "gpu" / "README.md").read_text()
     assert "data_parallel/batch" not in there(here, "--parts", "points")
 
 

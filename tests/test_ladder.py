@@ -24,7 +24,7 @@ from pipelines.ladder.__main__ import listed, main
 from pipelines.ladder.fits import at_their_best, gap_rows, read_cells, read_trials
 from pipelines.ladder.plan import LADDER, Ladder, Line, Plan, Row, read_plan
 from pipelines.ladder.tune import walk_line, walk_row
-from tests.harness import clean_environment
+from tests.harness import clean_environment, small_ladder
 
 
 def walked(walk, loss) -> tuple[dict[str, float], float, list[dict[str, float]]]:
@@ -99,6 +99,7 @@ def test_the_plan_is_in_the_regime_that_it_promises() -> None:
     """20 tokens per parameter, 512 per replica and step, 100 rounds from 0.33M on; pairs differ in the method alone."""
     plan = LADDER.plan
     for rung in plan.rungs.values():
+        configs = LADDER.configs(rung.name)
         for name in rung.rows:
             point = LADDER.trial(plan.rows[name], rung.name, {line: entry.begin for line, entry in plan.lines.items()})
             config = point.config
@@ -111,7 +112,7 @@ def test_the_plan_is_in_the_regime_that_it_promises() -> None:
                 rounds = t.steps // config.method.sync_every_steps
                 assert rounds >= (30 if name == "streaming/h100" else 100), point.title
             base = "data_parallel/doubled" if t.global_batch == 32 else "data_parallel/batch"
-            yardstick = LADDER.trial(plan.rows[base], rung.name, {}).config
+            yardstick = configs[base]
             assert (t.steps, t.global_batch, config.data) == (
                 yardstick.train.steps,
                 yardstick.train.global_batch,
@@ -131,24 +132,7 @@ def test_gain_and_momentum_are_settings_of_the_outer_step() -> None:
     assert (nesterov.train.lr, nesterov.train.warmup_steps, nesterov.model.embedding_std) == (0.01, 112, 0.3)
 
 
-PARAMS = """
-scale: a
-corpora:
-  rows: {source: json, path: rows.jsonl}
-scales:
-  smoke: &small
-    model: {dim: 8, layers: 2, heads: 2, ffn_dim: 16, vocab_size: 300, seq_len: 16}
-    data: &data {vocab_size: 300, validation_percent: 10, tuning_percent: 10}
-    train: &train
-      {steps: 8, global_batch: 4, seq_len: 16, lr: 0.01, warmup_steps: 2, eval_every: 0, eval_sequences: 8}
-    checkpoint: {every_steps: 5}
-    sizes: {ladder: {base: {}}}
-  a:
-    <<: *small
-    train: {<<: *train, steps: 12}
-  b:
-    <<: *small
-    train: {<<: *train, steps: 16}
+METHODS = """
 methods:
   none: {exchange: none}
   diloco: {exchange: parameters, sync_every_steps: 4, outer: nesterov, outer_lr: 0.7, outer_momentum: 0.9}
@@ -177,13 +161,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ladder:
     """A ladder of two rungs and three rows, whose points take a second; of workers, which take longer, there is one."""
     for module in (probes, workers):
         monkeypatch.setattr(module, "cores", lambda: 1)
-    ladder = Ladder(tmp_path / "ladder", tmp_path / "build", tmp_path / "results")
-    ladder.folder.mkdir()
-    rows = [{"text": f"row {i} counts {i * i} things, {i % 7} of them anew, in plain words"} for i in range(600)]
-    (ladder.folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (ladder.folder / "params.yaml").write_text(PARAMS)
-    (ladder.folder / "plan.yaml").write_text(PLAN)
-    return ladder
+    return small_ladder(tmp_path, tmp_path / "build", METHODS, PLAN)
 
 
 def outcomes(ladder: Ladder) -> dict[str, tuple[float, int]]:
@@ -308,7 +286,7 @@ def test_headlines_are_of_the_largest_rung_that_has_them(small: Ladder) -> None:
 
 
 def test_no_table_of_the_first_pipeline_trains_the_ladder() -> None:
-    """What tables read of the ladder is no output of any stage, else `dvc repro` would run that first."""
+    """No stage of the ladder has what tables read as its output, else `dvc repro` would train the ladder first."""
     stages = yaml.safe_load((LADDER.results / "dvc.yaml").read_text())["stages"].values()
     made = [out for stage in stages for out in stage.get("outs", [])]
     assert made

@@ -29,10 +29,11 @@ from pipelines.launch import (
     launch_all,
     launch_in_turn,
     make_job,
+    torchrun_command,
 )
 from pipelines.project import run_points
 from tests.conftest import command_line, settings_of, small_run
-from tests.harness import clean_environment, torchrun_command
+from tests.harness import clean_environment
 
 SETTINGS = settings_of(small_run("diloco_m2"))
 
@@ -295,7 +296,8 @@ def test_a_stop_ends_a_sweep_between_its_points_too(corpus: Path, tmp_path: Path
     words = ["overtraining_streaming", "--scale", "smoke", "--all", "--data", str(corpus)]
     words += ["--out", str(tmp_path), "--set", "data.corpus=docstrings", "--set", "train.log_every=1"]
     words += [w for s in SWEEP for w in ("--set", s)]
-    child = subprocess.Popen(torchrun_command(2, *words), env=clean_environment(), stderr=subprocess.DEVNULL)
+    command = torchrun_command(2, "lowcomm.train", *words)
+    child = subprocess.Popen(command, env=clean_environment(), stderr=subprocess.DEVNULL)
     while not (tmp_path / NAMES[0] / "seed0" / "metrics" / "rank-001.jsonl").exists():
         assert child.poll() is None
         time.sleep(0.01)

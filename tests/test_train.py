@@ -28,8 +28,9 @@ from lowcomm.experiment.train import train, train_in_threads
 from lowcomm.experiment.trainer import Trainer, learning_rate
 from lowcomm.model.decoder import Decoder
 from lowcomm.settings import ConfigError
+from pipelines.launch import torchrun_command
 from tests.conftest import command_line, small_run
-from tests.harness import Crash, Group, clean_environment, command, torchrun_command, train_in_processes
+from tests.harness import Crash, Group, clean_environment, command, train_in_processes
 
 DETERMINED = ("summary.json", "model.safetensors", "metrics/rank-000.jsonl", "metrics/rank-001.jsonl")
 
@@ -145,7 +146,8 @@ def test_a_sharded_run_resumes_exactly(corpus: Path, tmp_path: Path) -> None:
 def test_sigterm_writes_a_checkpoint_and_exits_cleanly(transport: str, corpus: Path, tmp_path: Path) -> None:
     config = small_run("diloco_m2", train={"steps": 3000})
     words = command_line(config, corpus, tmp_path / "run")
-    starts = [sys.executable, "-m", "lowcomm.train", *words] if transport == "threads" else torchrun_command(2, *words)
+    plain = [sys.executable, "-m", "lowcomm.train", *words]
+    starts = plain if transport == "threads" else torchrun_command(2, "lowcomm.train", *words)
     child = subprocess.Popen(starts, env=clean_environment(), stderr=subprocess.PIPE, text=True)
     _wait_for_step(tmp_path / "run", 20, lambda: child.poll() is None)
     # Under torchrun only one rank is told; the other hears of it from its peer.

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import lowcomm
+from pipelines.launch import torchrun_command
 from tests.harness import clean_environment
 from tests.test_api import digest, llama
 
@@ -177,11 +178,9 @@ def under_torchrun(folder: Path) -> dict[str, Any]:
 
 
 def test_a_trainer_is_a_plain_loop_bit_for_bit_also_resumed_with_a_transfer_in_flight(tmp_path: Path) -> None:
-    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tests.test_transformers"]
+    command = torchrun_command(2, "tests.test_transformers", str(tmp_path))
     environment = clean_environment(CUDA_VISIBLE_DEVICES="")
-    done = subprocess.run(
-        [sys.executable, *words, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=240
-    )
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert first["agreed"] == second["agreed"]

@@ -21,6 +21,7 @@ can do for a model of this size is never bought back.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -127,18 +128,18 @@ class Law:
 
 
 class Penalties:
-    """The penalties of a table.
+    """What each ingredient costs in loss, from a table of what was measured.
 
     Args:
-        table: columns ingredient, replicas, amount, parameters, log_ratio, deviation, source. "local updates" are at
-            H = 30, "rounds" what another H (the amount) adds; the amount of "slices" is their number, of "subspace"
-            D / k. "composed" is a run of all ingredients at once, in H = 30, 2 slices and the subspace of its amount.
-        law: what tokens do for loss.
+        table: has the columns ingredient, replicas, amount, parameters, log_ratio, deviation and source. Of "local
+            updates" a row says what they cost at H = 30; of "rounds", what an H of its amount costs beyond that. The
+            amount of "slices" is their number, that of "subspace" D / k. A "composed" row is a run of all ingredients
+            at once, with H = 30, 2 slices, and a subspace of its amount.
+        law: says how many tokens make up for a loss.
     """
 
     def __init__(self, table: pd.DataFrame, law: Law | None = None):
         self.law = law or Law()
-        self.table = table
         self._sources: dict[str, dict[str, list[Any]]] = {}  # of each ingredient
         for row in table.sort_values(["replicas", "amount", "parameters"]).itertuples():
             if not (row.replicas >= 1 and row.parameters > 0 and row.amount > 0 and row.deviation >= 0):
@@ -196,9 +197,9 @@ class Penalties:
             max((p.extrapolated for p in parts), default=1.0),
         )
 
-    @property
+    @functools.cached_property
     def missed(self) -> float:
-        """By how much the sum of penalties misses a composed run, for each ingredient beyond the first."""
+        """How far a sum of penalties is off a composed run, at most, per ingredient beyond the first."""
         checks = self.composed()
         return max((abs(whole - summed) / (count - 1) for _, whole, summed, count in checks), default=0.0)
 

@@ -24,7 +24,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from lowcomm.model.accounting import parameters
 from lowcomm.settings import ConfigError
-from pipelines.ladder.plan import Ladder
+from pipelines.ladder.plan import Ladder, base_of
 from pipelines.report import Comparison
 from pipelines.verdicts import Paired, log_ratios, quantile, student
 
@@ -38,6 +38,7 @@ class Cell:
 
     row: str
     rung: str
+    replicas: int
     parameters: int
     tokens_per_parameter: float
     rounds: int
@@ -61,15 +62,15 @@ def read_cells(ladder: Ladder) -> list[Cell]:
     found = []
     for rung in ladder.plan.rungs.values():
         losses = {name: read_losses(ladder.results / "points" / rung.name / name) for name in rung.rows}
-        for name in rung.rows:
-            base = losses[ladder.base_of(name, rung.name)]
+        configs = ladder.configs(rung.name)
+        for name, c in configs.items():
+            base = losses[base_of(name, configs)]
             if not losses[name].keys() & base.keys():
                 continue
-            c = ladder.trial(ladder.plan.rows[name], rung.name, {}).config
             tokens, numel = c.train.steps * c.train.global_batch * c.train.seq_len, parameters(c.model).total
             rounds = -(-c.train.steps // c.method.sync_every_steps) if c.exchanges_parameters else c.train.steps
             step = c.local_batch * c.train.seq_len
-            found.append(Cell(name, rung.name, numel, tokens / numel, rounds, step, losses[name], base))
+            found.append(Cell(name, rung.name, c.replicas, numel, tokens / numel, rounds, step, losses[name], base))
     return found
 
 
@@ -246,7 +247,7 @@ def register(ladder: Ladder, rung: str, published: Mapping[str, float]) -> dict[
     plan, cells = ladder.plan, read_cells(ladder)
     there = plan.rungs[rung]
     rows = [name for name in there.rows if not name.startswith("data_parallel/")]
-    size = parameters(ladder.trial(plan.rows[rows[0]], rung, {}).config.model).total
+    size = parameters(ladder.configs(rung)[rows[0]].model).total
     told = {rung: {"parameters": size, "seeds": there.seeds} | {"rows": predict(cells, rows, size, seeds=there.seeds)}}
     for name, numel in published.items():
         gaps = {row: [_percent(g) for g in fit_row(cells, row).at(numel)] for row in rows}

@@ -76,20 +76,21 @@ class Series:
             }
 
 
-def measured(cells: Sequence[Cell], replicas: dict[str, int]) -> list[Series]:
-    """Return the series of the ladder's points. replicas: of each row."""
+def measured(cells: Sequence[Cell]) -> list[Series]:
+    """Return the series of the ladder's points."""
     by = {(cell.row, cell.rung): cell for cell in cells}
     found = []
     for ingredient, amount, row, against in PAIRS:
-        values = {}
+        values, replicas = {}, 0
         for cell in cells:
             base = by.get((against, cell.rung)) if against else None
             if cell.row != row or (against and base is None):
                 continue
             if gaps := log_ratios(cell.losses, base.losses) if base else cell.gaps:
                 values[float(cell.parameters)] = gaps
+                replicas = cell.replicas  # the same at all sizes
         if values:
-            found.append(Series(ingredient, replicas[row], amount, OURS, values))
+            found.append(Series(ingredient, replicas, amount, OURS, values))
     return found
 
 
@@ -143,8 +144,7 @@ def printed() -> list[Series]:
 
 def penalties_of(ladder: Ladder) -> pd.DataFrame:
     """Return the table of penalties. A value that stands alone has the largest deviation of its source."""
-    rows = {row.name: ladder.trial(row, next(iter(ladder.plan.rungs)), {}).config for row in ladder.plan.rows.values()}
-    series = [*measured(read_cells(ladder), {name: config.replicas for name, config in rows.items()}), *printed()]
+    series = [*measured(read_cells(ladder)), *printed()]
     found = pd.DataFrame([row for some in series for row in some.rows()])
     widest = found.groupby("source").deviation.transform("max")
     found["deviation"] = found.deviation.fillna(widest).fillna(found.deviation.max()).round(5)

@@ -201,20 +201,9 @@ class Ladder:
         """The point that tries values of lines."""
         return Point(self, row, rung, 0, tuple(sorted(values.items())), is_trial=True)
 
-    def base_of(self, row: str, rung: str) -> str:
-        """Return the row of data-parallel training on the batch that a row has at a rung: its gap is against that.
-
-        Raises ConfigError where there is none.
-        """
-        batches = {
-            self.trial(self.plan.rows[name], rung, {}).config.train.global_batch: name
-            for name in self.plan.rungs[rung].rows
-            if name.startswith("data_parallel/")
-        }
-        batch = self.trial(self.plan.rows[row], rung, {}).config.train.global_batch
-        if batch not in batches:
-            raise ConfigError(f"{row} has a batch of {batch} at {rung}, and data-parallel training none of that")
-        return batches[batch]
+    def configs(self, rung: str) -> dict[str, RunConfig]:
+        """Return the settings of each row of a rung, before anything is tuned."""
+        return {name: self.trial(self.plan.rows[name], rung, {}).config for name in self.plan.rungs[rung].rows}
 
     def results_at(self, rung: str) -> list[Point]:
         """All results of a rung, seed by seed, with what tuning found. Raises ConfigError where a row is not tuned."""
@@ -239,6 +228,18 @@ class Ladder:
         if not (file := self.tuned_file(rung)).exists():
             raise ConfigError(f"{file} is missing: python -m pipelines.ladder tune {rung}")
         return yaml.safe_load(file.read_text())
+
+
+def base_of(row: str, configs: Mapping[str, RunConfig]) -> str:
+    """Return the row of data-parallel training on the batch that a row has: its gap is against that.
+
+    configs: those of all rows of a rung (`Ladder.configs`). Raises ConfigError where no such row has this batch.
+    """
+    bases = {c.train.global_batch: name for name, c in configs.items() if name.startswith("data_parallel/")}
+    batch = configs[row].train.global_batch
+    if batch not in bases:
+        raise ConfigError(f"{row} has a batch of {batch}, and no row of data-parallel training has that")
+    return bases[batch]
 
 
 @dataclass(frozen=True)
