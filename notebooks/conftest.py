@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import fcntl
 import multiprocessing
 import os
+from collections.abc import Generator
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 
+import nbformat
 import pytest
 
 from lowcomm.experiment.source import source_digest
 from lowcomm.experiment.train import train_in_threads
-from pipelines.project import load_params, prepared, run_folder, run_points
+from pipelines.project import BUILD, load_params, prepared, run_folder, run_points
+
+TRAINS, READS = Path(__file__).with_name("20_train.ipynb"), pytest.StashKey[bool]()
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -32,3 +38,24 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         began = [pool.submit(train_in_threads, config, data[config.data.corpus], run_folder(config)) for config in todo]
         for done in began:
             done.result()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the notebooks that train something, which take longest; mark those that read what 20_train trains."""
+    texts = {path: path.read_text() for path in {item.path for item in items}}
+    parameters = nbformat.read(TRAINS, 4).cells[1].source
+    run = next(line.split('"')[1] for line in parameters.splitlines() if line.startswith("run ="))
+    items.sort(key=lambda item: not any(f"pipelines.{name} import" in texts[item.path] for name in ("launch", "live")))
+    for item in items:
+        item.stash[READS] = run in texts[item.path]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, bool, bool]:
+    """Let no cell that reads a run be computed while 20_train trains it anew, in the same folder."""
+    if not item.stash[READS]:
+        return (yield)
+    with (BUILD / "nbval.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX if item.path == TRAINS else fcntl.LOCK_SH)
+        return (yield)
