@@ -16,7 +16,7 @@ the run (lowcomm prepare), and --out must be a folder that all machines share. G
 machine's name resolves; where that is 127.0.0.1, set GLOO_SOCKET_IFNAME to the network's interface.
 
     torchrun --nnodes 4 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint first-machine:29500 \\
-        -m lowcomm.train together --variant all --scale gpu --set replicas=4 --out /shared/together
+        -m lowcomm.train noloco --variant dp4_pp2 --scale gpu --out /shared/noloco
 
 Under SLURM, sbatch of
 
@@ -25,7 +25,7 @@ Under SLURM, sbatch of
     export OMP_NUM_THREADS=1
     srun .venv/bin/torchrun --nnodes "$SLURM_NNODES" --nproc-per-node 2 --rdzv-backend c10d \\
         --rdzv-endpoint "$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):29500" \\
-        -m lowcomm.train together --variant all --scale gpu --out /shared/together
+        -m lowcomm.train noloco --variant dp4_pp2 --scale gpu --out /shared/noloco
 
 writes a checkpoint two minutes before its time is up; the same job, submitted again, goes on from it.
 """
