@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
 import types
 import typing
@@ -96,11 +97,14 @@ def _coerce(kind: Any, value: Any, where: str) -> Any:
     return number
 
 
+_hints = functools.cache(typing.get_type_hints)
+
+
 def build(cls: type, mapping: Any, where: str) -> Any:
     """Make dataclass `cls` from a mapping, coercing each value; `where` prefixes messages."""
     if not isinstance(mapping, dict):
         raise ConfigError(f"{where} must be a mapping of settings, got {mapping!r}")
-    hints = typing.get_type_hints(cls)
+    hints = _hints(cls)
     fields = {f.name: f for f in dataclasses.fields(cls)}
     values = {}
     for key, value in mapping.items():

@@ -104,17 +104,21 @@ class Comparison:
         seeds = set.intersection(*(set(self._by_seed(key)) for key in keys))
         return dataclasses.replace(regime, seeds=len(seeds))
 
+    def _here(self, evidence: Evidence, *keys: Any) -> Evidence:
+        """Return evidence with the regime of the cells that it is from."""
+        return dataclasses.replace(evidence, regime=self.regime(*keys))
+
     def lower(self, a: Any, b: Any) -> Evidence:
         """Evidence that the loss of `a` is lower than that of `b`."""
-        return dataclasses.replace(lower(self.pairs(a, b)), regime=self.regime(a, b))
+        return self._here(lower(self.pairs(a, b)), a, b)
 
     def no_worse(self, a: Any, b: Any, margin: float = MARGIN) -> Evidence:
         """Evidence that the loss of `a` is above that of `b` by less than a margin."""
-        return dataclasses.replace(no_worse(self.pairs(a, b), margin), regime=self.regime(a, b))
+        return self._here(no_worse(self.pairs(a, b), margin), a, b)
 
     def equal(self, a: Any, b: Any, margin: float = MARGIN) -> Evidence:
         """Evidence that the losses of `a` and `b` differ by less than a margin."""
-        return dataclasses.replace(equal(self.pairs(a, b), margin), regime=self.regime(a, b))
+        return self._here(equal(self.pairs(a, b), margin), a, b)
 
     def rises_less(self, rise: tuple[Any, Any], other: tuple[Any, Any], margin: float = 0.0) -> Evidence:
         """Evidence that the loss rises by less from the second to the first cell of `rise` than of `other`.
@@ -124,12 +128,11 @@ class Comparison:
         (a, b), (c, d) = ({key: self._by_seed(key) for key in pair}.values() for pair in (rise, other))
         seeds = set.intersection(*map(set, (a, b, c, d)))
         pairs = Paired.of({s: a[s] * d[s] for s in seeds}, {s: b[s] * c[s] for s in seeds})
-        found = no_worse(pairs, margin) if margin else lower(pairs)
-        return dataclasses.replace(found, regime=self.regime(*rise, *other))
+        return self._here(no_worse(pairs, margin) if margin else lower(pairs), *rise, *other)
 
     def fact(self, holds: bool, *keys: Any) -> Evidence:
         """Return as evidence what some cells (default: all) show without any comparison of losses."""
-        return dataclasses.replace(fact(holds), regime=self.regime(*keys))
+        return self._here(fact(holds), *keys)
 
     def difference(self, a: Any, b: Any) -> str:
         """'+0.123 ± 0.045': the loss of `a` less that of `b`, and the 95 % interval of pairs; '+0.123' for one seed."""

@@ -94,7 +94,7 @@ def test_claims_are_judged_with_all_of_their_paper(tmp_path: Path) -> None:
     write(pd.DataFrame({"x": [1]}), tmp_path / "two", title="Of x", claims=many)
     found = judged(tables)
     assert "Not resolved" in [outcome for _, outcome in found[tables[1]]]
-    text = page("All of it", tmp_path, tables)
+    text = page("All of it", tmp_path, found)
     assert "- Claim: it sends less. Borne out: 100 bytes." in text
     assert "Called borne out if it is lower. (p = " in text
     write(pd.DataFrame({"x": [1]}), tmp_path / "two", title="Of x")

@@ -17,7 +17,7 @@ import yaml
 from lowcomm.settings import ConfigError
 from pipelines import staleness
 from pipelines.clean import cleaned
-from pipelines.index import BEGIN, END, FAMILIES, family, index, minutes, readme_block, stages, with_blocks
+from pipelines.index import BEGIN, END, FAMILIES, family, index, minutes, pages, readme_block, stages, with_blocks
 from pipelines.project import ROOT, load_params
 from pipelines.report import paper
 from pipelines.run_notebook import check_parameters
@@ -204,7 +204,7 @@ def test_committed_results_are_those_of_the_committed_code() -> None:
 
 
 def test_readme_and_index_show_the_results() -> None:
-    assert (ROOT / "results" / "README.md").read_text() == index()
+    assert (ROOT / "results" / "README.md").read_text() == index(pages())
     readme = (ROOT / "README.md").read_text()
     assert BEGIN in readme
     assert END in readme
