@@ -22,6 +22,7 @@ from pipelines import probes
 from pipelines.ladder import workers
 from pipelines.ladder.__main__ import listed, main
 from pipelines.ladder.fits import at_their_best, gap_rows, read_cells, read_trials
+from pipelines.ladder.headline import read_pairs, retrain
 from pipelines.ladder.plan import LADDER, Ladder, Line, Plan, Row, read_plan
 from pipelines.ladder.tune import walk_line, walk_row
 from tests.harness import clean_environment, small_ladder
@@ -84,6 +85,11 @@ def test_a_row_is_walked_line_by_line_from_what_it_is_given() -> None:
         ({"rows": {"one": {"lines": ["ln"]}}}, "no line of rows.one named 'ln'"),
         ({"rows": {"one": {"begin": {"gian": 1.0}}}}, "no line of rows.one named 'gian'"),
         ({"rows": {"one": {"line": ["lr"]}}}, "unknown key rows.one.line in plan.yaml; did you mean 'lines'"),
+        ({"headline": {"rung": "z", "rows": ["one"]}}, "no rung of the headline named 'z'"),
+        (
+            {"rungs": {"a": {"seeds": 1, "tuned_at": "a"}}, "headline": {"rung": "a", "rows": ["two"]}},
+            "headline.rows has 'two', which is no row of rungs.a",
+        ),
         ({"lines": {"lr": {"begin": 1.0}}}, "a line needs either a factor above 1 or values"),
         ({"lines": {"lr": {"begin": 1.0, "values": [2.0]}}}, "must ascend and hold where it begins, 1.0"),
     ],
@@ -120,6 +126,12 @@ def test_the_plan_is_in_the_regime_that_it_promises() -> None:
             )
 
 
+def test_a_curve_is_the_mean_of_each_part() -> None:
+    rows = [{"step": step, "loss": float(step % 2)} for step in range(1, 65)]
+    assert workers.curve(rows) == [(step, 0.5) for step in range(2, 65, 2)]
+    assert workers.curve(rows[:3]) == [(1, 1.0), (2, 0.0), (3, 1.0)]
+
+
 def test_gain_and_momentum_are_settings_of_the_outer_step() -> None:
     rows = LADDER.plan.rows
     values = {"lr": 0.01, "gain": 2.4, "momentum": 0.5, "embedding": 0.3, "warmup": 0.1}
@@ -142,6 +154,7 @@ runs:
     {method: diloco, corpus: rows, replicas: 2, sizes: ladder, seeds: [0], variants: {m2: {}, m4: {replicas: 4}}}
 """
 PLAN = """
+headline: {rung: a, rows: [plain, diloco/m2]}
 rungs:
   a: {seeds: 2, tuned_at: a}
   b: {seeds: 1, tuned_at: a, rows: [plain, diloco/m2]}
@@ -196,6 +209,20 @@ def test_points_are_those_of_plain_runs_and_none_is_done_again(small: Ladder, ca
         plain = train_in_threads(point.config, point.data, small.build / "again" / point.row.name)
         assert plain["val_loss"] == point.read()["val_loss"]
     assert f"{'plain':30}{len(trials):7}   2 of 2   " in listed(small)
+
+    again = small.folder.parent / "headline"
+    with pytest.raises(ConfigError, match="plain at a, seed 0 is not in .*plain: dvc repro headline"):
+        read_pairs(small, again)
+    (again / "points" / "a" / "old").mkdir(parents=True)
+    (again / "points" / "a" / "old" / "seed0.json").write_text("{}")
+    with workers.Workers() as some:
+        retrain(small, some, again)
+    assert [pair.point.title for pair in read_pairs(small, again)] == ["plain at a, seed 0", "diloco/m2 at a, seed 0"]
+    for pair in read_pairs(small, again):  # the same run, but for clock and machine
+        assert pair.there.keys() - pair.here.keys() == {"seconds", "environment"}
+        assert pair.here.items() <= pair.there.items()
+        assert [step for step, _ in pair.here["curve"]] == list(range(1, 13))
+    assert len(list(again.rglob("*.json"))) == 2  # what the plan does not have is gone
 
     for words in (["tune", "a"], ["train", "a"], ["train", "b"]):  # on another machine, even
         assert main(words, anew(small)) == 0

@@ -17,6 +17,7 @@ from lowcomm.model.spectrum import (
     activation_ranks,
     checkpoint_projections,
     effective_rank,
+    energy_outside,
     gaussian_stable_rank,
     singular_values,
     stable_rank,
@@ -62,6 +63,20 @@ def test_activations_less_the_fixed_embedding_have_the_rank_of_the_subspace_unti
     assert [set(r) for r in rows] == [{"activations", "less_embedding"}] * 3
     assert all(r["less_embedding"] <= 2 + 1e-6 < r["activations"] for r in rows[:2])
     assert all(r["activations"] > 2 for r in activation_ranks(Decoder(SMALL).initialise(0), ids))
+
+
+def test_energy_outside_the_subspace_is_that_of_the_fixed_embedding() -> None:
+    ids = torch.randint(0, 64, (4, 8), generator=torch.Generator().manual_seed(0))
+    model = Decoder(SMALL, Constraint(2)).initialise(0)
+    before, outside = torch.inference_mode()(model.embed)(ids), model.fixed_VD[ids]
+    outside = outside - outside @ model.basis_DR @ model.basis_DR.T
+    first, *_ = energy_outside(model, ids)
+    assert 0 < first < 1
+    model.blocks["0"].mlp.down.weight.data.zero_()
+    model.blocks["0"].attention.out.weight.data.zero_()  # now the first layer changes nothing
+    assert energy_outside(model, ids)[0] == pytest.approx(float(outside.square().sum() / before.square().sum()))
+    model.fixed_VD.zero_()
+    assert energy_outside(model, ids)[0] == pytest.approx(0, abs=1e-9)
 
 
 def test_ranks_are_logged_through_training(corpus: Path, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from tests.harness import clean_environment
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 STAGES = yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"]
-WITHOUT_NOTEBOOK = ("sources", "settings", "probes", "index")
+WITHOUT_NOTEBOOK = ("sources", "settings", "probes", "headline_probes", "headline", "index")
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)

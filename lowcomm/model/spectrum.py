@@ -80,15 +80,32 @@ def activation_ranks(model: Decoder, ids_BT: Tensor) -> list[dict[str, float]]:
 
     With a constraint, less the fixed part of the embedding: the rest lies in the subspace.
     """
-    T = ids_BT.shape[1]
-    x = model.embed(ids_BT)
-    embedding = x if model.constraint is None else model.fixed_VD[ids_BT]
-    found = []
+    embedding = model.embed(ids_BT) if model.constraint is None else model.fixed_VD[ids_BT]
+    return [
+        {
+            "activations": stable_rank(singular_values(x.flatten(0, 1))),
+            "less_embedding": stable_rank(singular_values((x - embedding).flatten(0, 1))),
+        }
+        for x in _outputs(model, ids_BT)
+    ]
+
+
+@torch.no_grad()
+def energy_outside(model: Decoder, ids_BT: Tensor) -> list[float]:
+    """Return the share of each layer's output, in squares, that lies outside the model's subspace.
+
+    It is what the fixed part of the embedding adds there (section 4.3.1): where it is next to nothing, the stream has
+    no more than the subspace's dimensions, and a layer hardly sees which token it is at.
+    """
+    basis_DR = model.basis_DR
+    return [float((x - x @ basis_DR @ basis_DR.T).square().sum() / x.square().sum()) for x in _outputs(model, ids_BT)]
+
+
+def _outputs(model: Decoder, ids_BT: Tensor) -> Iterator[Tensor]:
+    """Give the outputs [B, T, D] of all layers, in order."""
+    T, x = ids_BT.shape[1], model.embed(ids_BT)
     for block in model.blocks.values():
-        x = block(x, model.cos_TC[:T], model.sin_TC[:T], model.basis_DR)
-        both = {"activations": x, "less_embedding": x - embedding}
-        found.append({name: stable_rank(singular_values(y.flatten(0, 1))) for name, y in both.items()})
-    return found
+        yield (x := block(x, model.cos_TC[:T], model.sin_TC[:T], model.basis_DR))
 
 
 def checkpoint_projections(folder: Path) -> Iterator[tuple[int, str, Tensor]]:

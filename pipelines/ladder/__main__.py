@@ -4,6 +4,7 @@
     python -m pipelines.ladder tune 0.12M     tune all rows of a rung
     python -m pipelines.ladder train 0.12M    train its results, with what tuning found
     python -m pipelines.ladder list           say what is done
+    python -m pipelines.ladder headline       train the headline's points anew, into results/headline/
 
 What is done is kept in results/ladder/, and not done again. SIGTERM, or Ctrl-C, writes checkpoints; the same command
 continues.
@@ -14,14 +15,17 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from pathlib import Path
 
 from lowcomm.experiment.project import pick
 from lowcomm.settings import ConfigError
-from pipelines.ladder.plan import LADDER, Ladder, Point, Rung
+from pipelines.ladder.headline import retrain
+from pipelines.ladder.plan import LADDER, Ladder, Rung
 from pipelines.ladder.tune import tune
-from pipelines.ladder.workers import Task, Workers
+from pipelines.ladder.workers import Workers, one_by_one
 from pipelines.probes import SCALE, write_digests
+from pipelines.project import load_params, record_seconds
 
 
 def prepare(ladder: Ladder) -> None:
@@ -50,15 +54,10 @@ def link_rungs(ladder: Ladder) -> None:
 
 def train(ladder: Ladder, rung: str, workers: Workers) -> None:
     """Train all results of a rung that are not done, and remove those that the plan no longer has."""
-
-    def one(point: Point) -> Task:
-        yield point
-        return []
-
     points = ladder.results_at(rung)
     todo = [point for point in points if point.read() is None]
     print(f"{rung}: {len(points) - len(todo)} of {len(points)} points are done", flush=True)
-    workers.run([one(point) for point in todo])
+    one_by_one(todo, workers)
     folder = ladder.results / "points" / rung
     for file in sorted(set(folder.rglob("*.json")) - {point.file for point in points}):
         print(f"{file.relative_to(folder)} is no point of the plan any more: removed")
@@ -82,7 +81,7 @@ def _line(results: Path, rung: Rung, name: str) -> str:
 def main(argv: list[str] | None = None, ladder: Ladder = LADDER) -> int:
     """Command line; see `--help`."""
     parser = argparse.ArgumentParser(prog="python -m pipelines.ladder", description=__doc__.split("\n")[0])
-    parser.add_argument("what", choices=("prepare", "tune", "train", "list"))
+    parser.add_argument("what", choices=("prepare", "tune", "train", "list", "headline"))
     parser.add_argument("rung", nargs="?", help="of plan.yaml; for tune and train")
     args = parser.parse_args(argv)
     if (args.rung is None) == (args.what in ("tune", "train")):
@@ -93,10 +92,16 @@ def main(argv: list[str] | None = None, ladder: Ladder = LADDER) -> int:
             return 0
         if args.rung is not None:
             pick(ladder.plan.rungs, args.rung, "rung")
+        begin = time.perf_counter()
         prepare(ladder)
         if args.what != "prepare":
             with Workers() as workers:
-                {"tune": tune, "train": train}[args.what](ladder, args.rung, workers)
+                if args.what == "headline":
+                    retrain(ladder, workers)
+                else:
+                    {"tune": tune, "train": train}[args.what](ladder, args.rung, workers)
+        if ladder is LADDER and (stage := {"prepare": "headline_probes", "headline": "headline"}.get(args.what)):
+            record_seconds(stage, load_params()["scale"], time.perf_counter() - begin)
     except (ConfigError, RuntimeError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1

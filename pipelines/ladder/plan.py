@@ -100,6 +100,8 @@ class Plan:
     rungs: dict[str, Rung]
     rows: dict[str, Row]
     lines: dict[str, Line]
+    #: The rung and its rows of which `make repro` trains a seed anew.
+    headline: tuple[str, tuple[str, ...]] = ("", ())
 
     def rung_below(self, rung: str) -> str | None:
         """The rung before one that is tuned too; None for the first."""
@@ -117,7 +119,7 @@ def _only(section: Mapping[str, Any], valid: set[str], where: str) -> None:
 def read_plan(path: Path) -> Plan:
     """Read a plan. Raises ConfigError that names what is unknown or missing."""
     told = yaml.safe_load(path.read_text())
-    _only(told, {"rungs", "rows", "lines"}, "plan")
+    _only(told, {"rungs", "rows", "lines", "headline"}, "plan")
     lines, rows, rungs = {}, {}, {}
     for name, entry in told["lines"].items():
         _only(entry, {"begin", "factor", "values"}, f"lines.{name}")
@@ -138,7 +140,13 @@ def read_plan(path: Path) -> Plan:
             pick(rows, row, f"row of rungs.{name}")
         pick(told["rungs"], entry["tuned_at"], f"rung to tune {name} at")
         rungs[name] = Rung(name, entry["seeds"], entry["tuned_at"], chosen, entry.get("gpu", False))
-    return Plan(rungs, rows, lines)
+    if not (shown := told.get("headline")):
+        return Plan(rungs, rows, lines)
+    _only(shown, {"rung", "rows"}, "headline")
+    for row in shown["rows"]:
+        if row not in pick(rungs, shown["rung"], "rung of the headline").rows:
+            raise ConfigError(f"headline.rows has {row!r}, which is no row of rungs.{shown['rung']}")
+    return Plan(rungs, rows, lines, (shown["rung"], tuple(shown["rows"])))
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,14 @@ writes a checkpoint first.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import multiprocessing
 import os
 import shutil
 import signal
+import statistics
 import time
 from collections.abc import Generator, Sequence
 from multiprocessing.connection import Connection, wait
@@ -36,7 +38,7 @@ class Stopped(RuntimeError):
 
 def folder_of(point: Point) -> RunFolder:
     """Where a point's run lies until it is done."""
-    inner = point.file.relative_to(point.ladder.results).with_suffix("")
+    inner = point.ladder.results.name / point.file.relative_to(point.ladder.results).with_suffix("")
     return RunFolder(point.ladder.build / "runs" / inner, point.ladder.build / "times" / inner)
 
 
@@ -63,12 +65,31 @@ def train_point(point: Point) -> dict[str, Any] | None:
             return None
         loss = summary["val_loss"]
         outcome["val_loss"] = loss if math.isfinite(loss) else None
-        kept = ("train_loss", "tokens", "parameters", "sent_bytes", "environment")
+        kept = ("train_loss", "tokens", "parameters", "sent_bytes", "peak_step_bytes", "environment")
         outcome |= {key: summary[key] for key in kept}
+        if not point.is_trial:
+            outcome["curve"] = curve(folder.read()["rows"])
     outcome["seconds"] = round(time.perf_counter() - begin, 1)
     shutil.rmtree(folder.out, ignore_errors=True)
     shutil.rmtree(folder.times, ignore_errors=True)
     return outcome
+
+
+def curve(rows: Sequence[dict[str, Any]]) -> list[tuple[int, float]]:
+    """Return the training loss in as many as 32 parts of a run: the last step of each part, and its mean loss."""
+    ends = sorted({-(-len(rows) * part // 32) for part in range(1, 33)})
+    parts = [rows[begin:end] for begin, end in itertools.pairwise([0, *ends])]
+    return [(part[-1]["step"], round(statistics.mean(row["loss"] for row in part), 5)) for part in parts]
+
+
+def one_by_one(points: Sequence[Point], workers: Workers) -> None:
+    """Train points that depend on nothing."""
+
+    def one(point: Point) -> Task:
+        yield point
+        return []
+
+    workers.run([one(point) for point in points])
 
 
 def _work(pipe: Connection) -> None:

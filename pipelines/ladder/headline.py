@@ -1,0 +1,66 @@
+"""The headline: a seed of the main rows, trained anew by `make repro`, to hold beside the ladder's points in git.
+
+The ladder's evidence takes hours and is read from git. What `make repro` trains of it is one seed of the rows that
+plan.yaml names, at the size that it names: on a machine of the same kind the losses are those in git bit for bit, and
+on another what another order of rounding makes of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lowcomm.settings import ConfigError
+from pipelines.ladder.workers import one_by_one
+from pipelines.project import ROOT
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pipelines.ladder.plan import Ladder, Point
+    from pipelines.ladder.workers import Workers
+
+#: Where the points that are trained anew are kept.
+FOLDER = ROOT / "results" / "headline"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A point that was trained anew, and the same point of the ladder."""
+
+    point: Point
+    here: dict[str, Any]
+    there: dict[str, Any]
+
+
+def headline_points(ladder: Ladder) -> list[Point]:
+    """Return the first seed of the headline's rows, as the ladder has it. Raises ConfigError where one is not tuned."""
+    rung, rows = ladder.plan.headline
+    return [point for point in ladder.results_at(rung) if point.seed == 0 and point.row.name in rows]
+
+
+def retrain(ladder: Ladder, workers: Workers, folder: Path = FOLDER) -> None:
+    """Train the points that are not done in `folder`, and remove those that the plan no longer has."""
+    again = dataclasses.replace(ladder, results=folder)
+    points = [dataclasses.replace(point, ladder=again) for point in headline_points(ladder)]
+    one_by_one(points, workers)
+    for file in set(folder.rglob("*.json")) - {point.file for point in points}:
+        file.unlink()
+    for point in points:  # clock and machine would make another file of the same run
+        told = json.loads(point.file.read_text())
+        kept = {key: value for key, value in told.items() if key not in ("seconds", "environment")}
+        point.file.write_text(json.dumps(kept, indent=1) + "\n")
+
+
+def read_pairs(ladder: Ladder, folder: Path = FOLDER) -> list[Pair]:
+    """Return the points that were trained anew beside the ladder's. Raises ConfigError where one of them is missing."""
+    again, pairs = dataclasses.replace(ladder, results=folder), []
+    for there in headline_points(ladder):
+        here = dataclasses.replace(there, ladder=again)
+        for point, how in ((here, "dvc repro headline"), (there, "make ladder")):
+            if not point.file.exists():
+                raise ConfigError(f"{point.title} is not in {point.file.parent}: {how}")
+        pairs.append(Pair(there, *(json.loads(point.file.read_text()) for point in (here, there))))
+    return pairs
