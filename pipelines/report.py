@@ -140,6 +140,12 @@ class Comparison:
         half = (pairs.interval()[1] - pairs.mean) * self.loss[b]
         return f"{self.loss[a] - self.loss[b]:+.3f}" + ("" if math.isnan(half) else f" ± {half:.3f}")
 
+    def over(self, a: Any, b: Any, digits: int = 1) -> str:
+        """'+0.4 (0.2 to 0.6) %': how far the loss of `a` is above that of `b`, pair by pair; '+0.4 %' for one seed."""
+        gap, low, high = self.pairs(a, b).percent()
+        between = "" if math.isnan(low) else f" ({low:.{digits}f} to {high:.{digits}f})"
+        return f"{gap:+.{digits}f}{between} %"
+
     def above(self, a: Any, b: Any) -> bool | None:
         """Tell whether the loss of `a` is higher (True) or lower (False) than that of `b`; None where it is not told.
 

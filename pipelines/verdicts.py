@@ -108,6 +108,11 @@ class Paired:
         off = quantile((1 + level) / 2, self.seeds - 1) * self.deviation / math.sqrt(self.seeds)
         return self.mean - off, self.mean + off
 
+    def percent(self) -> tuple[float, float, float]:
+        """The mean and the ends of its 95 % interval as percentages of the loss; the ends are NaN for one seed."""
+        mean, low, high = (100 * math.expm1(d) for d in (self.mean, *self.interval()))
+        return mean, low, high
+
 
 @dataclass(frozen=True)
 class Regime:

@@ -210,13 +210,13 @@ def test_points_are_those_of_plain_runs_and_none_is_done_again(small: Ladder, ca
         assert plain["val_loss"] == point.read()["val_loss"]
     assert f"{'plain':30}{len(trials):7}   2 of 2   " in listed(small)
 
-    again = small.folder.parent / "headline"
+    again = small.build / "headline"
     with pytest.raises(ConfigError, match="plain at a, seed 0 is not in .*plain: dvc repro headline"):
         read_pairs(small, again)
     (again / "points" / "a" / "old").mkdir(parents=True)
     (again / "points" / "a" / "old" / "seed0.json").write_text("{}")
     with workers.Workers() as some:
-        retrain(small, some, again)
+        retrain(small, some)
     assert [pair.point.title for pair in read_pairs(small, again)] == ["plain at a, seed 0", "diloco/m2 at a, seed 0"]
     for pair in read_pairs(small, again):  # the same run, but for clock and machine
         assert pair.there.keys() - pair.here.keys() == {"seconds", "environment"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from pathlib import Path
 
 import pandas as pd
@@ -49,6 +50,17 @@ def test_a_difference_has_the_interval_of_its_pairs() -> None:
     half = 12.706 * (math.log(1.2) - math.log(1.1)) / 2 * 2.5
     assert c.difference("c", "a") == f"+0.400 ± {half:.3f}"
     assert compared(a=[2.0], b=[2.5]).difference("b", "a") == "+0.500"
+
+
+def test_a_gap_in_percent_has_the_interval_of_its_pairs() -> None:
+    c = compared(a=[2.0, 3.0, 4.0], b=[2.02, 3.03, 4.04], c=[2.1, 3.15, 4.32])
+    assert c.over("b", "a") == "+1.0 (1.0 to 1.0) %"
+    d = [math.log(1.05), math.log(1.05), math.log(1.08)]
+    half = 4.30265 * statistics.stdev(d) / math.sqrt(3)  # Student's t for two degrees of freedom
+    gap, low, high = (100 * math.expm1(statistics.mean(d) + off) for off in (0, -half, half))
+    assert c.pairs("c", "a").percent() == pytest.approx((gap, low, high), rel=1e-4)
+    assert c.over("c", "a", 2) == f"{gap:+.2f} ({low:.2f} to {high:.2f}) %"
+    assert compared(a=[2.0], b=[2.1]).over("b", "a") == "+5.0 %"
 
 
 def test_one_rise_is_less_than_another() -> None:

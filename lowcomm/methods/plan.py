@@ -171,13 +171,6 @@ class Plan:
         """Turns of a fragment in a run of `steps`, that at its end included."""
         return self.schedule.turns_of(fragment, steps) + self.closes(fragment, steps)
 
-    def last_exchange(self, fragment: int, steps: int) -> int:
-        """The step after which a fragment is exchanged last in a run of `steps`; 0 if it never is."""
-        if self.method.close_last_round:
-            return steps
-        turns, h = self.schedule.turns_of(fragment, steps), self.method.sync_every_steps
-        return self.fragments[fragment].offset + turns * h if turns else 0
-
     # Among whom
 
     def group(self, fragment: int, turn: int, replica: int) -> list[int]:

@@ -4,7 +4,7 @@
     python -m pipelines.ladder tune 0.12M     tune all rows of a rung
     python -m pipelines.ladder train 0.12M    train its results, with what tuning found
     python -m pipelines.ladder list           say what is done
-    python -m pipelines.ladder headline       train the headline's points anew, into results/headline/
+    python -m pipelines.ladder headline       train the headline's points anew, into build/ladder/headline
 
 What is done is kept in results/ladder/, and not done again. SIGTERM, or Ctrl-C, writes checkpoints; the same command
 continues.
@@ -94,12 +94,11 @@ def main(argv: list[str] | None = None, ladder: Ladder = LADDER) -> int:
             pick(ladder.plan.rungs, args.rung, "rung")
         begin = time.perf_counter()
         prepare(ladder)
-        if args.what != "prepare":
-            with Workers() as workers:
-                if args.what == "headline":
-                    retrain(ladder, workers)
-                else:
-                    {"tune": tune, "train": train}[args.what](ladder, args.rung, workers)
+        with Workers() as workers:
+            if args.rung is not None:
+                {"tune": tune, "train": train}[args.what](ladder, args.rung, workers)
+            elif args.what == "headline":
+                retrain(ladder, workers)
         if ladder is LADDER and (stage := {"prepare": "headline_probes", "headline": "headline"}.get(args.what)):
             record_seconds(stage, load_params()["scale"], time.perf_counter() - begin)
     except (ConfigError, RuntimeError) as error:

@@ -108,7 +108,7 @@ def gap_rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
         if cell.row.startswith("data_parallel/"):
             continue
         pairs, both = cell.pairs, sorted(cell.losses.keys() & cell.base.keys())
-        low, high = pairs.interval()
+        gap, low, high = (round(percent, 3) for percent in pairs.percent())
         found.append(
             {
                 "method": cell.row,
@@ -118,9 +118,9 @@ def gap_rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
                 "seeds": pairs.seeds,
                 "loss": float(np.mean([cell.losses[s] for s in both])),
                 "data_parallel_loss": float(np.mean([cell.base[s] for s in both])),
-                "gap_pct": _percent(pairs.mean),
-                "low_pct": _percent(low),
-                "high_pct": _percent(high),
+                "gap_pct": gap,
+                "low_pct": low,
+                "high_pct": high,
             }
         )
     return found

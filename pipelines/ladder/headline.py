@@ -10,20 +10,15 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowcomm.settings import ConfigError
 from pipelines.ladder.workers import one_by_one
-from pipelines.project import ROOT
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from pipelines.ladder.plan import Ladder, Point
     from pipelines.ladder.workers import Workers
-
-#: Where the points that are trained anew are kept.
-FOLDER = ROOT / "results" / "headline"
 
 
 @dataclass(frozen=True)
@@ -41,8 +36,9 @@ def headline_points(ladder: Ladder) -> list[Point]:
     return [point for point in ladder.results_at(rung) if point.seed == 0 and point.row.name in rows]
 
 
-def retrain(ladder: Ladder, workers: Workers, folder: Path = FOLDER) -> None:
-    """Train the points that are not done in `folder`, and remove those that the plan no longer has."""
+def retrain(ladder: Ladder, workers: Workers) -> None:
+    """Train the points that `headline` of the build folder does not have, and remove those that the plan does not."""
+    folder = ladder.build / "headline"
     again = dataclasses.replace(ladder, results=folder)
     points = [dataclasses.replace(point, ladder=again) for point in headline_points(ladder)]
     one_by_one(points, workers)
@@ -54,9 +50,13 @@ def retrain(ladder: Ladder, workers: Workers, folder: Path = FOLDER) -> None:
         point.file.write_text(json.dumps(kept, indent=1) + "\n")
 
 
-def read_pairs(ladder: Ladder, folder: Path = FOLDER) -> list[Pair]:
-    """Return the points that were trained anew beside the ladder's. Raises ConfigError where one of them is missing."""
-    again, pairs = dataclasses.replace(ladder, results=folder), []
+def read_pairs(ladder: Ladder, folder: Path | str = "") -> list[Pair]:
+    """Return the headline's points in a folder beside those in git. Raises ConfigError where one of them is missing.
+
+    folder: where `retrain` has put them; by default the ladder's own, so that each is beside itself.
+    """
+    again = dataclasses.replace(ladder, results=Path(folder)) if folder else ladder
+    pairs = []
     for there in headline_points(ladder):
         here = dataclasses.replace(there, ladder=again)
         for point, how in ((here, "dvc repro headline"), (there, "make ladder")):
