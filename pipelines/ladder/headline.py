@@ -10,13 +10,15 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowcomm.settings import ConfigError
 from pipelines.ladder.workers import one_by_one
+from pipelines.project import ROOT
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from pipelines.ladder.plan import Ladder, Point
     from pipelines.ladder.workers import Workers
 
@@ -53,9 +55,10 @@ def retrain(ladder: Ladder, workers: Workers) -> None:
 def read_pairs(ladder: Ladder, folder: Path | str = "") -> list[Pair]:
     """Return the headline's points in a folder beside those in git. Raises ConfigError where one of them is missing.
 
-    folder: where `retrain` has put them; by default the ladder's own, so that each is beside itself.
+    folder: where `retrain` has put them; relative to the repository; by default the ladder's own, so that each is
+    beside itself.
     """
-    again = dataclasses.replace(ladder, results=Path(folder)) if folder else ladder
+    again = dataclasses.replace(ladder, results=ROOT / folder) if folder else ladder
     pairs = []
     for there in headline_points(ladder):
         here = dataclasses.replace(there, ladder=again)
