@@ -71,10 +71,23 @@ def test_a_row_is_walked_line_by_line_from_what_it_is_given() -> None:
         return x**2 + y**2 + x * y / 2 + v["std"]
 
     row = Row("method", ("lr", "gain", "lr", "gain"), begin=(("gain", 16.0), ("std", 9.0)))
-    best, found, tried = walked(walk_row(plan, row, {"std": 0.0}), loss)
+    best, found, tried = walked(walk_row(plan, row, [{"std": 0.0}]), loss)
     assert best == {"lr": 2.0, "gain": 4.0, "std": 0.0}
     assert found == 0
     assert tried[0] == {"lr": 1.0, "gain": 16.0, "std": 0.0}  # the row's own beginning, and what is known already
+
+
+def test_a_row_is_walked_from_the_better_of_its_starts() -> None:
+    plan = Plan({}, {}, {"lr": Line(1.0, factor=2.0)})
+    row, losses = Row("method", ("lr",)), {1.0: 3.0, 2.0: 4.0, 4.0: 5.0, 8.0: 2.0, 16.0: 1.0, 32.0: 6.0}  # two valleys
+    for starts in ([{"lr": 1.0}, {"lr": 8.0}], [{"lr": 8.0}, {"lr": 1.0}]):
+        best, found, tried = walked(walk_row(plan, row, starts), lambda v: losses.get(v["lr"], 7.0))
+        assert (best, found) == ({"lr": 16.0}, 1.0)
+        assert tried[:2] == starts
+    best, _, _ = walked(walk_row(plan, row, [{"lr": 1.0}, {"lr": 8.0}]), lambda v: math.nan if v["lr"] > 1 else 0.0)
+    assert best == {"lr": 1.0}
+    best, found, _ = walked(walk_row(plan, row, [{"lr": 8.0}, {"lr": 1.0}]), lambda v: math.nan if v["lr"] == 8 else 0.0)
+    assert found == 0.0
 
 
 @pytest.mark.parametrize(

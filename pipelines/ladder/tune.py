@@ -7,7 +7,7 @@ walks going at once, and so that tests can walk over a loss in closed form.
 from __future__ import annotations
 
 import math
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import yaml
@@ -42,10 +42,14 @@ def walk_line(line: Line, name: str, values: dict[str, float], loss: float) -> W
     return values | {name: at}, losses[at]
 
 
-def walk_row(plan: Plan, row: Row, start: Values) -> Walk:
-    """Walk along all lines of a row, from the values `start`; of what is not among them, from where lines begin."""
-    values = {name: plan.lines[name].begin for name in row.lines} | dict(row.begin) | dict(start)
-    loss = yield dict(values)
+def walk_row(plan: Plan, row: Row, starts: Sequence[Values]) -> Walk:
+    """Walk along all lines of a row from the best of several starts; what a start leaves out begins where its line does."""
+    values, loss = {}, math.inf
+    for start in starts:
+        tried = {name: plan.lines[name].begin for name in row.lines} | dict(row.begin) | dict(start)
+        found = yield dict(tried)
+        if not values or found < loss or not math.isfinite(loss):
+            values, loss = tried, found
     for name in row.lines:
         values, loss = yield from walk_line(plan.lines[name], name, values, loss)
     return values, loss
@@ -61,9 +65,9 @@ def _is_allowed(point: Point) -> bool:
 def tune(ladder: Ladder, rung: str, workers: Workers) -> dict[str, dict[str, Any]]:
     """Tune all rows of a rung and write what was found: of each row its values, its loss, and how many trials it took.
 
-    A row begins with what was found for it at the rung below, else with what was found for its parent here; a row
-    without lines takes that as it is. Where a walk comes to settings that are refused (a pull beyond its bound, say) it
-    turns back. Raises ConfigError for a rung that takes what was found at another, and where a row begins with settings
+    A row begins with the better of two: what was found for it at the rung below, and what was found for its parent
+    here. A row without lines takes its parent's as it is. Where a walk comes to settings that are refused (a pull beyond
+    its bound, say) it turns back. Raises ConfigError for a rung that takes what was found at another, and where a row begins with settings
     that are refused.
     """
     plan = ladder.plan
@@ -78,9 +82,12 @@ def tune(ladder: Ladder, rung: str, workers: Workers) -> dict[str, dict[str, Any
         return [walk(plan.rows[child]) for child in there.rows if plan.rows[child].start == name]
 
     def walk(row: Row) -> Task:
-        start = known[row.name]["values"] if row.name in known else found[row.start]["values"] if row.start else {}
+        parent = found[row.start]["values"] if row.start else {}
         if row.lines:
-            steps, files = walk_row(plan, row, start), set()
+            starts = [known[row.name]["values"]] if row.name in known else []
+            if row.start or not starts:
+                starts.append(parent)
+            steps, files = walk_row(plan, row, starts), set()
             values = next(steps)
             try:
                 while True:
@@ -95,7 +102,7 @@ def tune(ladder: Ladder, rung: str, workers: Workers) -> dict[str, dict[str, Any
                 best, loss = end.value
             found[row.name] = {"values": best, "tuning_loss": loss, "trials": len(files)}
         else:
-            found[row.name] = {"values": dict(start), "trials": 0}
+            found[row.name] = {"values": dict(parent), "trials": 0}
         return children(row.name)
 
     workers.run(children(""))
