@@ -43,7 +43,10 @@ def walk_line(line: Line, name: str, values: dict[str, float], loss: float) -> W
 
 
 def walk_row(plan: Plan, row: Row, starts: Sequence[Values]) -> Walk:
-    """Walk along all lines of a row from the best of several starts; what a start leaves out begins where its line does."""
+    """Walk along all lines of a row from the best of several starts.
+
+    What a start leaves out begins where the row begins it, or else where its line does.
+    """
     values, loss = {}, math.inf
     for start in starts:
         tried = {name: plan.lines[name].begin for name in row.lines} | dict(row.begin) | dict(start)
@@ -66,9 +69,9 @@ def tune(ladder: Ladder, rung: str, workers: Workers) -> dict[str, dict[str, Any
     """Tune all rows of a rung and write what was found: of each row its values, its loss, and how many trials it took.
 
     A row begins with the better of two: what was found for it at the rung below, and what was found for its parent
-    here. A row without lines takes its parent's as it is. Where a walk comes to settings that are refused (a pull beyond
-    its bound, say) it turns back. Raises ConfigError for a rung that takes what was found at another, and where a row begins with settings
-    that are refused.
+    here. A row without lines takes its parent's as it is. Where a walk comes to settings that are refused (a pull
+    beyond its bound, say) it turns back. Raises ConfigError for a rung that takes what was found at another, and where
+    a row begins with settings that are refused.
     """
     plan = ladder.plan
     there = plan.rungs[rung]
