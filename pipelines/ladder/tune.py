@@ -20,6 +20,10 @@ from pipelines.ladder.workers import Task, Workers
 Walk = Generator[dict[str, float], float, tuple[dict[str, float], float]]
 
 
+def _or_worst(loss: float) -> float:
+    return loss if math.isfinite(loss) else math.inf
+
+
 def walk_line(line: Line, name: str, values: dict[str, float], loss: float) -> Walk:
     """Walk along a line from values whose loss is known. A loss that is not finite is worse than any other.
 
@@ -33,8 +37,7 @@ def walk_line(line: Line, name: str, values: dict[str, float], loss: float) -> W
             ways.pop(0)
             continue
         if beside not in losses:
-            found = yield values | {name: beside}
-            losses[beside] = found if math.isfinite(found) else math.inf
+            losses[beside] = _or_worst((yield values | {name: beside}))
         if losses[beside] < losses[at]:
             at, ways = beside, [ways[0]]  # on in this way; behind lies what is worse
         else:
@@ -47,12 +50,11 @@ def walk_row(plan: Plan, row: Row, starts: Sequence[Values]) -> Walk:
 
     What a start leaves out begins where the row begins it, or else where its line does.
     """
-    values, loss = {}, math.inf
+    begin, tried = {name: plan.lines[name].begin for name in row.lines} | dict(row.begin), []
     for start in starts:
-        tried = {name: plan.lines[name].begin for name in row.lines} | dict(row.begin) | dict(start)
-        found = yield dict(tried)
-        if not values or found < loss or not math.isfinite(loss):
-            values, loss = tried, found
+        values = begin | dict(start)
+        tried.append((values, _or_worst((yield dict(values)))))
+    values, loss = min(tried, key=lambda one: one[1])
     for name in row.lines:
         values, loss = yield from walk_line(plan.lines[name], name, values, loss)
     return values, loss
@@ -77,19 +79,17 @@ def tune(ladder: Ladder, rung: str, workers: Workers) -> dict[str, dict[str, Any
     there = plan.rungs[rung]
     if there.tuned_at != rung:
         raise ConfigError(f"rung {rung} takes what was found at {there.tuned_at}: nothing is tuned at it")
-    below = plan.rung_below(rung)
-    known = ladder.read_tuned(below) if below else {}
+    rung_below = plan.rung_below(rung)
+    known = ladder.read_tuned(rung_below) if rung_below else {}
     found: dict[str, dict[str, Any]] = {}
 
     def children(name: str) -> list[Task]:
         return [walk(plan.rows[child]) for child in there.rows if plan.rows[child].start == name]
 
     def walk(row: Row) -> Task:
-        parent = found[row.start]["values"] if row.start else {}
+        below, parent = known.get(row.name), found.get(row.start)
         if row.lines:
-            starts = [known[row.name]["values"]] if row.name in known else []
-            if row.start or not starts:
-                starts.append(parent)
+            starts = [entry["values"] for entry in (below, parent) if entry] or [{}]
             steps, files = walk_row(plan, row, starts), set()
             values = next(steps)
             try:
@@ -105,7 +105,7 @@ def tune(ladder: Ladder, rung: str, workers: Workers) -> dict[str, dict[str, Any
                 best, loss = end.value
             found[row.name] = {"values": best, "tuning_loss": loss, "trials": len(files)}
         else:
-            found[row.name] = {"values": dict(parent), "trials": 0}
+            found[row.name] = {"values": dict(parent["values"]) if parent else {}, "trials": 0}
         return children(row.name)
 
     workers.run(children(""))
