@@ -26,7 +26,8 @@ gpu:                 ## on a GPU's machine, where nothing is installed: kernels,
 test: .venv/.done   ## lint, the import contract, pytest, and every notebook at smoke scale
 	ruff check . && ruff format --check . && lint-imports --no-cache
 	python -m pytest -n auto --dist worksteal
-	python -m pytest -n auto --dist loadfile --no-loadscope-reorder --nbval-lax notebooks -p no:cacheprovider
+	python -m pytest -n auto --dist loadfile --no-loadscope-reorder --nbval-lax --nbval-kernel-startup-timeout 300 \
+		notebooks -p no:cacheprovider
 
 lab: .venv/.done    ## explore in JupyterLab, which opens at the root of the checkout, on an index
 	jupyter lab --notebook-dir=. $(if $(filter 0,$(shell id -u)),--allow-root) notebooks/index.ipynb

@@ -10,8 +10,10 @@ import dataclasses
 import difflib
 import functools
 import math
+import reprlib
 import types
 import typing
+from collections.abc import Mapping
 from typing import Any, Literal
 
 
@@ -19,11 +21,33 @@ class ConfigError(ValueError):
     """A setting that breaks a rule; the message names the value and the rule."""
 
 
+_BRIEF = reprlib.Repr()
+_BRIEF.maxlevel, _BRIEF.maxstring, _BRIEF.maxother = 2, 100, 100
+
+
+def brief(value: Any) -> str:
+    """A value as it stands in Python, cut short where it is long or deep."""
+    return _BRIEF.repr(value)
+
+
 def nearest(word: str, options: typing.Iterable[str]) -> str:
     """'; did you mean X?' for the closest option, or the list of all."""
     options = sorted(options)
     close = difflib.get_close_matches(str(word), options, n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else f"; valid: {', '.join(options)}"
+
+
+def first_difference(first: Mapping[str, Any], second: Mapping[str, Any], one: str = "there", two: str = "here") -> str:
+    """'train.lr is 0.1 there and 0.2 here (and 2 more differ)' of two settings by name; '' where they are equal.
+
+    one, two: the words for where each is.
+    """
+    differ = [key for key in {**first, **second} if first.get(key) != second.get(key)]
+    if not differ:
+        return ""
+    told = [brief(settings.get(differ[0])) for settings in (first, second)]
+    more = f" (and {len(differ) - 1} more differ)" if len(differ) > 1 else ""
+    return f"{differ[0]} is {told[0]} {one} and {told[1]} {two}{more}"
 
 
 def number(
@@ -66,33 +90,33 @@ def _coerce(kind: Any, value: Any, where: str) -> Any:
     if origin is Literal:
         options = typing.get_args(kind)
         if value not in options:
-            raise ConfigError(f"{where} = {value!r} is not a valid choice{nearest(value, map(str, options))}")
+            raise ConfigError(f"{where} = {brief(value)} is not a valid choice{nearest(value, map(str, options))}")
         return value
     if origin is tuple:
         if not isinstance(value, list | tuple):
-            raise ConfigError(f"{where} = {value!r} must be a list")
+            raise ConfigError(f"{where} = {brief(value)} must be a list")
         return tuple(_coerce(typing.get_args(kind)[0], v, f"{where}[{i}]") for i, v in enumerate(value))
     if dataclasses.is_dataclass(kind):
         return build(kind, value, where)
     if kind is bool:
         if not isinstance(value, bool):
-            raise ConfigError(f"{where} = {value!r} must be true or false")
+            raise ConfigError(f"{where} = {brief(value)} must be true or false")
         return value
     if kind is str:
         if not isinstance(value, str):
-            raise ConfigError(f"{where} = {value!r} must be a string")
+            raise ConfigError(f"{where} = {brief(value)} must be a string")
         return value
     if isinstance(value, bool):
-        raise ConfigError(f"{where} = {value!r} must be a number")
+        raise ConfigError(f"{where} = {brief(value)} must be a number")
     try:
         number = float(value)
     except (TypeError, ValueError):
-        raise ConfigError(f"{where} = {value!r} must be a number") from None
+        raise ConfigError(f"{where} = {brief(value)} must be a number") from None
     if not math.isfinite(number):
-        raise ConfigError(f"{where} = {value!r} must be finite")
+        raise ConfigError(f"{where} = {brief(value)} must be finite")
     if kind is int:
         if number != int(number):
-            raise ConfigError(f"{where} = {value!r} must be a whole number")
+            raise ConfigError(f"{where} = {brief(value)} must be a whole number")
         return int(number)
     return number
 
@@ -103,7 +127,7 @@ _hints = functools.cache(typing.get_type_hints)
 def build(cls: type, mapping: Any, where: str) -> Any:
     """Make dataclass `cls` from a mapping, coercing each value; `where` prefixes messages."""
     if not isinstance(mapping, dict):
-        raise ConfigError(f"{where} must be a mapping of settings, got {mapping!r}")
+        raise ConfigError(f"{where} must be a mapping of settings, got {brief(mapping)}")
     hints = _hints(cls)
     fields = {f.name: f for f in dataclasses.fields(cls)}
     values = {}

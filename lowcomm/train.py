@@ -5,7 +5,8 @@
     lowcomm train --list                                       the runs that there are
 
 SIGTERM, or Ctrl-C, lets all ranks finish the same step and write a checkpoint; the same command goes on from it. To
-survive a kill too, add --set checkpoint.every_steps=50. A finished run starts anew.
+survive a kill too, add --set checkpoint.every_steps=50. A finished run, or one of other settings, is left as it is
+unless --again is said, and a folder has one job at a time.
 
 A run's replicas may be pipelines: `stages: 2` cuts the model in two, `train.accumulation` is then the number of
 micro-batches, and `method.route` says whether they keep to their own replica or go through random ones. A run has
@@ -134,7 +135,7 @@ def _points(args: argparse.Namespace) -> list[tuple[RunConfig, RunFolder, Path]]
         folder = project.run_folder(config, args.out) if args.all or not args.out else RunFolder.beside(args.out)
         if args.times:
             folder = RunFolder(folder.out, args.times)
-        if args.all and folder.is_complete(config.to_dict(), _SOURCE):
+        if args.all and not args.again and folder.is_complete(config.to_dict(), _SOURCE):
             log.info("%s is complete", folder.out)
         else:
             jobs.append((config, folder, args.data or project.data_dir(config.data.corpus, config.scale)))
@@ -160,6 +161,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("run", nargs="?", help="a run of params.yaml")
     parser.add_argument("--list", action="store_true", help="name the runs, and what is trained of them")
     parser.add_argument("--all", action="store_true", help="all variants and seeds that are not complete yet")
+    parser.add_argument("--again", action="store_true", help="replace what is finished, or of other settings")
     parser.add_argument("--variant", default="", help="of a run that is a sweep")
     parser.add_argument("--scale", help="smoke, laptop, gpu or paper (default: params.yaml's)")
     parser.add_argument("--seed", type=int, help="default: the run's first")
@@ -199,11 +201,11 @@ def _train_all(args: argparse.Namespace) -> None:
                 world = world_from_torchrun(
                     replicas=config.replicas, stages=config.stages, comm=config.comm, transport=transport
                 )
-                summary = train(config, world, data, folder, on_row=progress)
+                summary = train(config, world, data, folder, on_row=progress, again=args.again)
                 stop = stop_between_runs(world)
                 world.leave()
             else:
-                summary = train_in_threads(config, data, folder, on_row=progress)
+                summary = train_in_threads(config, data, folder, on_row=progress, again=args.again)
                 stop = requested.is_set()
             if not processes or world.rank == 0:
                 print(_told(config, folder, summary), flush=True)

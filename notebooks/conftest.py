@@ -19,6 +19,14 @@ from pipelines.project import BUILD, load_params, prepared, run_folder, run_poin
 TRAINS, READS = Path(__file__).with_name("20_train.ipynb"), pytest.StashKey[bool]()
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Give the kernels of this worker a profile of their own, without the reader's settings and a shared history."""
+    profile = BUILD / "ipython" / getattr(config, "workerinput", {}).get("workerid", "main") / "profile_default"
+    profile.mkdir(parents=True, exist_ok=True)
+    (profile / "ipython_config.py").write_text("get_config().HistoryManager.enabled = False\n")
+    os.environ["IPYTHONDIR"] = str(profile.parent)
+
+
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Train every run at smoke scale in threads, unless this source and these settings have done so already.
 
@@ -35,7 +43,10 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     if not todo:
         return
     with ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn")) as pool:
-        began = [pool.submit(train_in_threads, config, data[config.data.corpus], run_folder(config)) for config in todo]
+        began = [
+            pool.submit(train_in_threads, config, data[config.data.corpus], run_folder(config), again=True)
+            for config in todo
+        ]
         for done in began:
             done.result()
 

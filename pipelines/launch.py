@@ -306,6 +306,7 @@ def _side_by_side(jobs: list[Job]) -> list[tuple[int, list[list[Job]]]]:
 
 def _clear(job: Job, source: str, *, keep: bool) -> None:
     """Make a run's folder ready; `keep` what the same source (a digest) left there."""
+    job.folder.check_own()
     if found := job.folder.strangers():
         raise LaunchError(f"{job.folder.out} holds {', '.join(found[:5])}, which no run puts there: choose another one")
     if job.folder.made_with != source:
@@ -333,8 +334,7 @@ def launch_in_turn(jobs: Sequence[Job]) -> list[dict[str, Any]]:
         raise LaunchError(f"what is trained in turn must have equally many ranks, got {sorted(ranks)}")
     source = source_digest()
     for job in jobs:
-        _clear(job, source, keep=True)
-        job.folder.summary.unlink(missing_ok=True)
+        _clear(job, source, keep=not job.folder.summary.exists())
     _train([_Part(list(jobs), *ranks, jobs[0].folder.times / "log.txt")])
     return [job.folder.read_summary() for job in jobs]
 

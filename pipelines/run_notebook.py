@@ -3,23 +3,44 @@
     python -m pipelines.run_notebook notebooks/20_train.ipynb train@diloco_m2 -p run diloco_m2
 
 The executed copy goes to build/notebooks/ and its wall-clock time to build/times/; both differ from
-run to run, so nothing depends on them. A parameter that the notebook does not declare is refused.
+run to run, so nothing depends on them. A parameter that the notebook does not declare is refused. A notebook ends with
+the `dvc` that runs its stage, however that ends, and what it trains writes a checkpoint.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import papermill
+import psutil
 import yaml
 
 from lowcomm.settings import ConfigError, nearest
 from pipelines.project import BUILD, ROOT, record_seconds
+
+#: Shells, by one of which dvc runs a stage.
+_SHELLS = {"sh", "bash", "dash", "zsh", "fish"}
+
+
+def _end_with_dvc() -> None:
+    """Interrupt this process when the `dvc` that runs its stage is gone, which ends no children when it is killed."""
+    dvc = psutil.Process().parent()
+    while dvc is not None and dvc.name() in _SHELLS:
+        dvc = dvc.parent()
+
+    def watch() -> None:
+        while dvc is not None and dvc.is_running():
+            time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=watch, name="dvc", daemon=True).start()
 
 
 def check_parameters(notebook: Path, parameters: dict[str, Any]) -> None:
@@ -61,6 +82,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("name", help="name of the stage")
     parser.add_argument("-p", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"), dest="parameters")
     args = parser.parse_args(argv)
+    if "DVC_STAGE" in os.environ:
+        _end_with_dvc()
     try:
         seconds = run(args.notebook.resolve(), args.name, {k: yaml.safe_load(v) for k, v in args.parameters})
     except ConfigError as error:
@@ -69,6 +92,9 @@ def main(argv: list[str] | None = None) -> int:
     except papermill.PapermillExecutionError as error:
         print(f"{args.notebook} failed in cell {error.exec_count}: {error.ename}: {error.evalue}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print(f"{args.notebook} was interrupted", file=sys.stderr)
+        return 130
     print(f"{args.name}: {seconds:.0f} s")
     return 0
 

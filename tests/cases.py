@@ -14,6 +14,7 @@ import torch
 from lowcomm.codecs import make_codec
 from lowcomm.comm.processes import PIECE_BYTES, PIECES_AHEAD
 from lowcomm.comm.world import World
+from lowcomm.settings import ConfigError
 
 
 def _random(world: World, *shape: int, seed: int = 0) -> torch.Tensor:
@@ -120,3 +121,22 @@ def peer_is_killed(world: World, folder: Path) -> None:
     if world.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     world.mean(torch.zeros(4), purpose="outer")
+
+
+def store_freezes(world: World, folder: Path) -> None:
+    """The store's process stops, and rank 0 with it."""
+    world.mean(torch.zeros(4), purpose="outer")
+    if world.rank == 0:
+        for pid in (int((folder / "store.pid").read_text()), os.getpid()):
+            os.kill(pid, signal.SIGSTOP)
+    world.mean(torch.zeros(4), purpose="outer")
+
+
+def started_differently(world: World, folder: Path) -> str:
+    settings = {"lr": 0.1, "source": "b" if world.rank == 2 else "a", "corpus": world.rank // 2}
+    try:
+        world.agree(settings)
+    except ConfigError as error:
+        world.barrier()
+        return str(error)
+    raise AssertionError("nobody noticed")

@@ -70,15 +70,20 @@ def _context() -> BaseContext:
 class Group:
     """Processes that do the same work: one; or one for each of `ranks`, which find what torchrun would have told them.
 
-    Nobody ends the others when one fails, as torchrun would, so each has the time to say what it noticed.
+    Nobody ends the others when one fails, as torchrun would, so each has the time to say what it noticed. `store`: the
+    port of a store that is there already.
     """
 
-    def __init__(self, work: Callable[..., None], *args: Any, ranks: int | None = None, **more: str) -> None:
+    def __init__(
+        self, work: Callable[..., None], *args: Any, ranks: int | None = None, store: int | None = None, **more: str
+    ) -> None:
         self._said = tempfile.NamedTemporaryFile("r")  # noqa: SIM115, as it is read at their end
         self.processes = []
         if ranks is not None:
-            self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._store.port)}
+            if store is None:
+                self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+                store = self._store.port
+            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store)}
             more |= meeting | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
             more |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
         for rank in range(ranks or 1):
@@ -104,10 +109,14 @@ class Group:
             process.join(max(deadline - time.monotonic(), 0))
         late = self.is_alive
         self.kill(*self.processes)
-        text = self._said.read()
+        text = self.said()
         assert not late, f"no end in {timeout} s: {text}"
         status = next((p.exitcode for p in self.processes if p.exitcode), 0)
         return subprocess.CompletedProcess([], status, text, text)
+
+    def said(self) -> str:
+        """What they have written since this was asked last."""
+        return self._said.read()
 
     def kill(self, *processes: BaseProcess) -> None:
         """Send SIGKILL to some of the processes, and wait for their end."""
@@ -181,13 +190,13 @@ def clean_environment(**more: str) -> dict[str, str]:
 def as_processes(case: str, replicas: int, folder: Path, *, stages: int = 1, **comm: Any) -> list[Any]:
     """As `as_threads`, in processes; if one fails, all that they wrote is raised."""
     ranks = replicas * stages
-    done = Group(_run_case, case, replicas, stages, folder, comm, ranks=ranks).wait()
+    done = Group(run_case, case, replicas, stages, folder, comm, ranks=ranks).wait()
     if done.returncode:
         raise RuntimeError(done.stdout)
     return [json.loads((folder / f"{case}-{r}.json").read_text()) for r in range(ranks)]
 
 
-def _run_case(case: str, replicas: int, stages: int, folder: Path, comm: dict[str, Any]) -> None:
+def run_case(case: str, replicas: int, stages: int, folder: Path, comm: dict[str, Any]) -> None:
     """One rank of `as_processes`."""
     from tests import cases
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -298,3 +299,25 @@ if __name__ == "__main__":
     ranks = lowcomm.world()
     (Path(sys.argv[1]) / f"{ranks.rank}.json").write_text(json.dumps(train_llama(ranks)))
     ranks.close()
+
+
+@pytest.mark.parametrize(
+    ("mine", "told"),
+    [
+        ({"outer_lr": 0.3}, "method.outer_lr is 0.7 on rank 0 and 0.3 on rank 1"),
+        ({"sync_every_steps": 4}, "method.sync_every_steps is 30 on rank 0 and 4 on rank 1"),
+        ({"seed": 3}, "seed is 0 on rank 0 and 3 on rank 1"),
+        ({"width": 5}, r"parameter weight is \[\[2, 3\], 'torch.float32'\] on rank 0 and \[\[5, 3\], .* on rank 1"),
+    ],
+)
+def test_replicas_that_begin_with_different_choices_are_told(mine: dict[str, Any], told: str) -> None:
+    def work(world: lowcomm.World) -> str:
+        choices = dict(mine) if world.rank == 1 else {}
+        model = nn.Linear(3, choices.pop("width", 2))
+        with pytest.raises(lowcomm.ConfigError) as error:
+            lowcomm.DiLoCo(model, world, **choices)
+        return str(error.value)
+
+    first, second = lowcomm.run_threads(work, replicas=2)
+    assert first == second
+    assert re.match(f"ranks were started differently: {told}", first)

@@ -6,6 +6,8 @@ import hashlib
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -25,7 +27,7 @@ from lowcomm.comm.wire import Span, Trace
 from lowcomm.comm.world import World
 from lowcomm.settings import ConfigError
 from pipelines.project import ROOT
-from tests.harness import OnlyTheLink, as_processes, as_threads
+from tests.harness import Group, OnlyTheLink, as_processes, as_threads, clean_environment, run_case
 
 
 @pytest.fixture(scope="module")
@@ -229,6 +231,29 @@ def test_a_silent_rank_times_out_by_name(tmp_path: Path) -> None:
 def test_a_killed_rank_is_missed_by_name(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"rank 0 .*for 'outer': (waiting for|sending to) rank 1"):
         as_processes("peer_is_killed", 2, tmp_path, timeout_s=60)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="stops processes")
+def test_a_store_that_freezes_keeps_nobody(tmp_path: Path) -> None:
+    """Its machine is cut off, and a rank with it: the other one waits as long as its time-out says, and ends."""
+    serve = (
+        "import time; from torch.distributed import TCPStore\n"
+        "store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False); print(store.port, flush=True)\n"
+        "time.sleep(600)"
+    )
+    server = subprocess.Popen([sys.executable, "-c", serve], stdout=subprocess.PIPE, text=True, env=clean_environment())
+    (tmp_path / "store.pid").write_text(str(server.pid))
+    comm = {"timeout_s": 3.0}
+    started = Group(run_case, "store_freezes", 2, 1, tmp_path, comm, ranks=2, store=int(server.stdout.readline()))
+    try:
+        started.processes[1].join(60)
+        assert started.processes[1].exitcode == 3
+    finally:
+        server.kill()
+        server.communicate()
+        started.kill(*started.processes)
+    assert "rank 1 (replica 1 of 2)" in (said := started.said())
+    assert "waiting for rank 0" in said
 
 
 def test_the_first_vector_function_is_called_by_one_thread_alone() -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
 
-from lowcomm.experiment.project import overrides
+from lowcomm.comm.config import CommConfig
+from lowcomm.experiment.project import Project, overrides
 from lowcomm.model.config import ModelConfig
 from lowcomm.model.decoder import Decoder
 from lowcomm.model.presets import PRESETS
@@ -109,6 +111,65 @@ def _changed(path: str, value: Any) -> dict:
 def test_bad_settings_are_refused_by_name(path: str, value: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         run_config("diloco_m2", scale="smoke", params=_changed(path, value))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "lacks corpora, methods, runs, scale, scales"),
+        ("a:\n\tb: 1", "is not YAML: while scanning"),
+        ("runs: {a: 1, b: 2, a: 3}", "is not YAML: key 'a' is named twice"),
+        (
+            "{scale: a, corpora: {}, scales: {}, methods: {}, runs: }",
+            "runs in .*params.yaml must be a mapping of names",
+        ),
+    ],
+)
+def test_a_file_that_cannot_be_is_named(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "params.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=f"params.yaml.*{message}" if not message.startswith("runs") else message):
+        Project(tmp_path).load_params()
+
+
+def test_merged_keys_may_be_named_again(tmp_path: Path) -> None:
+    sections = "scale: a\ncorpora: {}\nmethods: {}\nruns: {}\n"
+    scales = "scales: {a: &a {b: 1, c: 2}, d: &d {<<: *a, b: 3}, e: {<<: *d}}\n"
+    (tmp_path / "params.yaml").write_text(sections + scales)
+    scales = Project(tmp_path).load_params()["scales"]
+    assert scales["d"] == scales["e"] == {"b": 3, "c": 2}
+
+
+def test_a_value_of_any_size_is_refused_in_a_line() -> None:
+    bomb: Any = "x"
+    for _ in range(40):
+        bomb = [bomb] * 10
+    with pytest.raises(ConfigError) as error:
+        build(ModelConfig, {"dim": bomb}, "model")
+    assert len(str(error.value)) < 500
+
+
+@pytest.mark.parametrize("name", ["../elsewhere", "a/b", ".hidden", ""])
+def test_a_runs_name_is_that_of_a_folder(name: str) -> None:
+    params = copy.deepcopy(PARAMS)
+    params["runs"][name] = params["runs"]["diloco_m2"]
+    with pytest.raises(ConfigError, match="a name is that of a folder"):
+        run_config(name, scale="smoke", params=params)
+    params["runs"]["sweep"] = params["runs"]["diloco_m2"] | {"variants": {name or "..": {}}}
+    with pytest.raises(ConfigError, match="a name is that of a folder"):
+        run_config("sweep", variant=name or "..", scale="smoke", params=params)
+
+
+@pytest.mark.parametrize(
+    ("wire", "message"),
+    [
+        ({"timeout_s": 1e30}, "comm.timeout_s must be at most 1000000.0, got 1e\\+30"),
+        ({"timeout_s": 0}, "comm.timeout_s must be above 0, got 0"),
+        ({"link_mbit_per_s": -1}, "comm.link_mbit_per_s must be at least 0, got -1"),
+    ],
+)
+def test_a_wire_that_cannot_be_is_refused(wire: dict[str, float], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        CommConfig(**wire)
 
 
 def test_unknown_names_suggest_the_nearest() -> None:

@@ -16,6 +16,7 @@ from lowcomm.experiment.config import CorpusConfig, DataConfig
 from lowcomm.experiment.corpora import documents, sources
 from lowcomm.experiment.data import END_OF_TEXT, Tokenizer, prepare
 from lowcomm.experiment.project import Project
+from lowcomm.experiment.source import sha256
 from lowcomm.settings import ConfigError
 from pipelines import project
 from pipelines.project import ROOT
@@ -247,6 +248,34 @@ def test_a_damaged_or_missing_shard_is_named(corpus: Path, tmp_path: Path) -> No
         TokenData(folder, seq_len=32, global_batch=4, seed=0)
     shard.unlink()
     with pytest.raises(ConfigError, match=r"train-00000.bin is gone"):
+        TokenData(folder, seq_len=32, global_batch=4, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is damaged .Expecting value"),
+        ("[1, 2]", "is damaged .list indices must be"),
+        ("null", "is damaged .'NoneType' object is not subscriptable"),
+        ('{"splits": {"train": {"shards": []}}}', "is damaged .lacks 'validation'"),
+    ],
+)
+def test_a_card_that_is_none_is_named(text: str, message: str, corpus: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(corpus, tmp_path / "copy")
+    (folder / "card.json").write_text(text)
+    with pytest.raises(ConfigError, match=f"card.json {message}.*prepare the corpus again"):
+        TokenData(folder, seq_len=32, global_batch=4, seed=0)
+
+
+def test_a_token_beyond_the_vocabulary_is_named(corpus: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(corpus, tmp_path / "copy")
+    card = json.loads((folder / "card.json").read_text())
+    tokens = np.fromfile(folder / "train-00000.bin", dtype=card["dtype"])
+    tokens[7] = 400
+    tokens.tofile(folder / "train-00000.bin")
+    card["splits"]["train"]["shards"][0]["sha256"] = sha256(folder / "train-00000.bin")
+    (folder / "card.json").write_text(json.dumps(card))
+    with pytest.raises(ConfigError, match=r"train-00000.bin holds token 400, and the vocabulary has 400"):
         TokenData(folder, seq_len=32, global_batch=4, seed=0)
 
 

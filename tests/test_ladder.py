@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -24,7 +25,7 @@ from pipelines.ladder.__main__ import listed, main
 from pipelines.ladder.fits import at_their_best, gap_rows, read_cells, read_trials
 from pipelines.ladder.headline import read_pairs, retrain
 from pipelines.ladder.plan import LADDER, Ladder, Line, Plan, Row, read_plan
-from pipelines.ladder.tune import walk_line, walk_row
+from pipelines.ladder.tune import tune, walk_line, walk_row
 from tests.harness import clean_environment, small_ladder
 
 
@@ -200,6 +201,59 @@ def outcomes(ladder: Ladder) -> dict[str, tuple[float, int]]:
 def anew(ladder: Ladder) -> Ladder:
     """The same ladder as a new process would see it."""
     return Ladder(ladder.folder, ladder.build, ladder.results)
+
+
+class InClosedForm:
+    """Stands in for `Workers`: the loss of a point is a function of its rung and values."""
+
+    def __init__(self, loss: Callable[[str, dict[str, float]], float]):
+        self.loss, self.asked = loss, []
+
+    def run(self, tasks: Sequence[workers.Task]) -> None:
+        waiting = list(tasks)
+        while waiting:
+            task, told = waiting.pop(0), None
+            try:
+                while True:
+                    point = task.send(told)
+                    values = dict(point.values)
+                    self.asked.append((point.rung, point.row.name, values))
+                    told = {"val_loss": self.loss(point.rung, values)}
+            except StopIteration as end:
+                waiting += end.value
+
+
+TWO_RUNGS = """
+rungs: {a: {seeds: 1, tuned_at: a}, b: {seeds: 1, tuned_at: b}}
+rows:
+  plain: {lines: [lr]}
+  diloco/m2: {from: plain, lines: [lr, gain]}
+  diloco/m4: {from: diloco/m2}
+lines:
+  lr: {begin: 0.01, factor: 2.0}
+  gain: {begin: 1.0, factor: 2.0}
+"""
+
+
+def test_a_row_of_a_larger_rung_begins_with_the_better_of_two(tmp_path: Path) -> None:
+    """What was found for it at the rung below, and what was found for its parent here; without lines, as its parent."""
+    ladder = small_ladder(tmp_path, tmp_path / "build", METHODS, TWO_RUNGS)
+    best = {"a": 0.04, "b": 0.005}
+
+    def loss(rung: str, v: dict[str, float]) -> float:
+        return math.log2(v["lr"] / best[rung]) ** 2 + math.log2(v.get("gain", 1.0) / 2) ** 2
+
+    first, second = InClosedForm(loss), InClosedForm(loss)
+    assert tune(ladder, "a", first)["diloco/m2"]["values"] == {"lr": 0.04, "gain": 2.0}
+    found = tune(ladder, "b", second)
+    assert found == ladder.read_tuned("b")
+    begun = [values for _, row, values in second.asked if row == "diloco/m2"][:2]
+    assert begun == [{"lr": 0.04, "gain": 2.0}, {"lr": 0.005, "gain": 1.0}]  # 9 off, and 1 off
+    assert found["diloco/m2"]["values"] == {"lr": 0.005, "gain": 2.0}
+    walked_on = [values for _, row, values in second.asked if row == "diloco/m2"][2:]
+    assert all(values["lr"] <= 0.01 for values in walked_on)  # from the better one
+    assert found["diloco/m4"] == {"values": found["diloco/m2"]["values"], "trials": 0}
+    assert found["diloco/m2"]["tuning_loss"] == 0
 
 
 @pytest.mark.longest

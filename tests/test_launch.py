@@ -5,12 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import nbformat
+import psutil
 import pytest
 
 from lowcomm.experiment.config import RunConfig
@@ -31,9 +34,9 @@ from pipelines.launch import (
     make_job,
     torchrun_command,
 )
-from pipelines.project import run_points
+from pipelines.project import BUILD, run_points
 from tests.conftest import command_line, settings_of, small_run
-from tests.harness import clean_environment
+from tests.harness import ROOT, clean_environment
 
 SETTINGS = settings_of(small_run("diloco_m2"))
 
@@ -119,9 +122,67 @@ def test_ranks_stop_when_their_launcher_is_killed(corpus: Path, tmp_path: Path) 
     assert metrics.stat().st_size == size  # nobody trains on
 
 
+def _wait_until_it_trains(out: Path, child: subprocess.Popen) -> None:
+    metrics = out / "metrics" / "rank-001.jsonl"
+    deadline = time.monotonic() + 90
+    while not (metrics.exists() and metrics.stat().st_size > 500):
+        assert child.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def _ends_within(seconds: float, processes: list[psutil.Process]) -> bool:
+    _, alive = psutil.wait_procs(processes, seconds)
+    for process in alive:
+        process.kill()
+    return not alive
+
+
+@pytest.mark.longest
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_what_dvc_runs_ends_with_it(number: int, corpus: Path, tmp_path: Path) -> None:
+    code = (
+        "from pathlib import Path\nfrom pipelines.launch import launch\n"
+        f"launch('diloco_m2', scale='smoke', settings={SETTINGS} + ['train.steps=100000'],"
+        f"out=Path({str(tmp_path / 'out')!r}), times=Path({str(tmp_path / 'times')!r}), data=Path({str(corpus)!r}))"
+    )
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
+    nbformat.write(notebook, tmp_path / "trains.ipynb")
+    stage = f"{sys.executable} -m pipelines.run_notebook trains.ipynb trains-test"
+    (tmp_path / "dvc.yaml").write_text(json.dumps({"stages": {"trains": {"cmd": stage}}}))
+    dvc = [sys.executable, "-m", "dvc"]
+    shutil.copy(ROOT / "params.yaml", tmp_path)
+    silent = {"cwd": tmp_path, "env": clean_environment(), "stderr": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
+    subprocess.run([*dvc, "init", "--no-scm", "-q"], check=True, **silent)
+    child = subprocess.Popen([*dvc, "repro"], **silent)
+    _wait_until_it_trains(tmp_path / "out", child)
+    started = psutil.Process(child.pid).children(recursive=True)
+    assert len(started) >= 4  # the runner, its kernel, the agent and the ranks
+    child.send_signal(number)
+    child.wait(60)
+    assert _ends_within(60, started)
+    for executed in BUILD.glob("notebooks/*/trains-test.ipynb"):
+        executed.unlink()
+    assert list((tmp_path / "out").glob("checkpoints/step-????????"))
+
+
+@pytest.mark.longest
+def test_ranks_end_when_torchrun_is_killed(corpus: Path, tmp_path: Path) -> None:
+    """Their store is gone with it, so that they cannot agree where to stop: they end with a word."""
+    config = small_run("diloco_m2", train={"steps": 10**6}, checkpoint={"every_steps": 20})
+    words = torchrun_command(2, "lowcomm.train", *command_line(config, corpus, tmp_path / "out"))
+    child = subprocess.Popen(words, env=clean_environment(), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    _wait_until_it_trains(tmp_path / "out", child)
+    ranks = psutil.Process(child.pid).children(recursive=True)
+    child.kill()
+    child.wait()
+    assert _ends_within(60, ranks)
+
+
 def test_a_run_made_by_other_source_starts_over(corpus: Path, tmp_path: Path, capsys) -> None:
     out, times = tmp_path / "out", tmp_path / "times"
     (out / "checkpoints").mkdir(parents=True)
+    (out / "run.json").write_text("{}")
     times.mkdir()
     (times / "source.sha256").write_text("another")
     launch("diloco_m2", scale="smoke", settings=SETTINGS, out=out, times=times, data=corpus)
@@ -162,10 +223,13 @@ def test_a_sweep_is_trained_whole_and_goes_on_where_it_was_interrupted(corpus: P
     source = RunFolder(kept, times / NAMES[5] / "seed0").made_with
     assert source
     (times / "unfinished").write_text("".join(f"{source} {card} {_digest(p)}\n" for p in points))
-    (changed / "summary.json").unlink()
+    (changed / "summary.json").rename(changed / "run.json")
     (changed / "checkpoints" / "step-00000004").mkdir(parents=True)
     (times / other.relative_to(out) / "source.sha256").write_text("another")
+    (under_way,) = (p for p in points if p.variant == NAMES[1])
     (gone / "summary.json").unlink()
+    tokenizer = json.loads((corpus / "card.json").read_text())["tokenizer_sha256"]
+    (gone / "run.json").write_text(json.dumps(under_way.identity() | {"tokenizer": tokenizer}))
     for folder in (out, times):
         (folder / "m2_budget_3" / "seed0").mkdir(parents=True)
     (times / "m2_budget_3" / "seed0" / "source.sha256").write_text("of a variant that is no more")

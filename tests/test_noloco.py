@@ -169,7 +169,7 @@ def test_one_message_does_what_two_do_in_half_the_bytes(
     config = noloco_run(method=method | {"outer_pull": 0.7}, train={"steps": 24})
 
     def work(world: World) -> dict:
-        return train(config, world, corpus, tmp_path / "run")["sent_bytes"]
+        return train(config, world, corpus, tmp_path / "run", again=True)["sent_bytes"]
 
     one = run_threads(work, replicas=4)
     weights = load_file(tmp_path / "run" / "model.safetensors")

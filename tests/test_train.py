@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -199,10 +200,24 @@ def _damage(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "what", ["flipped bit", "flipped ledger", "truncated", "missing file", "bad manifest", "odd manifest"]
+    "what",
+    [
+        "flipped bit",
+        "flipped ledger",
+        "truncated",
+        "missing file",
+        "bad manifest",
+        "odd manifest",
+        "ranks swapped",
+        "rank of another step",
+        "renamed",
+        "metrics cut short",
+        "metrics lost",
+    ],
 )
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(what: str, corpus: Path, tmp_path: Path, caplog) -> None:
     config = _stopped(corpus, tmp_path / "run", at=8)
+    (tmp_path / "run" / "checkpoints" / "step-backup01").mkdir()  # somebody's own
     newest = tmp_path / "run" / "checkpoints" / "step-00000006"
     file = newest / "rank-001.safetensors"
     if what == "flipped bit":
@@ -213,6 +228,20 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(what: str, corpus: Pa
         file.write_bytes(file.read_bytes()[:100])
     elif what == "missing file":
         file.unlink()
+    elif what == "ranks swapped":
+        other, between = newest / "rank-000.safetensors", newest / "between"
+        file.rename(between)
+        other.rename(file)
+        between.rename(other)
+    elif what == "rank of another step":
+        shutil.copy(newest.with_name("step-00000003") / file.name, file)
+    elif what == "renamed":
+        shutil.rmtree(newest)
+        shutil.copytree(newest.with_name("step-00000003"), newest)
+    elif what.startswith("metrics"):
+        rows = tmp_path / "run" / "metrics" / "rank-001.jsonl"
+        lines = rows.read_text().splitlines(keepends=True)
+        rows.write_text("".join(lines[:4] if what == "metrics cut short" else [*lines[:3], *lines[4:]]))
     else:
         (newest / "manifest.json").write_text("{" if what == "bad manifest" else "[]")
     caplog.set_level("INFO", "lowcomm")
@@ -235,26 +264,38 @@ def test_all_checkpoints_damaged_is_an_error_not_a_fresh_start(corpus: Path, tmp
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ({"train": {"lr": 0.5}}, "is of another run: train.lr is 0.01 there and 0.5 here"),
-        ({"model": {"dim": 24, "heads": 2}}, "is of another run: model.dim is 16 there and 24 here"),
-        ({"seed": 1}, "is of another run: seed is 0 there and 1 here"),
-        ({"replicas": 1}, "is of another run: replicas is 2 there and 1 here"),
+        ({"train": {"lr": 0.5}}, "train.lr is 0.01 there and 0.5 here"),
+        ({"model": {"dim": 24, "heads": 2}}, "model.dim is 16 there and 24 here"),
+        ({"seed": 1}, "seed is 0 there and 1 here"),
+        ({"replicas": 1}, "replicas is 2 there and 1 here"),
     ],
 )
 def test_a_checkpoint_of_another_run_is_refused(override: dict, message: str, corpus: Path, tmp_path: Path) -> None:
     _stopped(corpus, tmp_path / "run")
+    kept = {path: path.read_bytes() for path in tmp_path.rglob("step-*/*")}
     other = small_run("diloco_m2", checkpoint={"every_steps": 3}, **override)
     if "seed" in override:
         other = dataclasses.replace(small_run("diloco_m2", checkpoint={"every_steps": 3}), seed=1)
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=f"holds another run: {message}"):
         train_in_threads(other, corpus, tmp_path / "run")
+    shutil.copytree(tmp_path / "run" / "checkpoints", tmp_path / "other" / "checkpoints")
+    tokenizer = json.loads((corpus / "card.json").read_text())["tokenizer_sha256"]
+    (tmp_path / "other" / "run.json").write_text(json.dumps(other.identity() | {"tokenizer": tokenizer}))
+    for rank in range(other.ranks):
+        rows = tmp_path / "other" / "metrics" / f"rank-{rank:03d}.jsonl"
+        rows.parent.mkdir(exist_ok=True)
+        shutil.copy(tmp_path / "run" / "metrics" / rows.name, rows)
+    with pytest.raises(ConfigError, match=f"is of another run: {message}"):
+        train_in_threads(other, corpus, tmp_path / "other")
+    assert kept
+    assert all(path.read_bytes() == content for path, content in kept.items())
 
 
 def test_checkpoints_hold_no_pickles_and_only_the_last_are_kept(corpus: Path, tmp_path: Path) -> None:
     _stopped(corpus, tmp_path / "run", at=12)
     folder = tmp_path / "run" / "checkpoints"
     assert sorted(p.name for p in folder.iterdir()) == ["step-00000006", "step-00000009"]
-    assert {p.suffix for p in folder.rglob("*") if p.is_file()} == {".safetensors", ".json", ".sha256"}
+    assert {p.suffix for p in folder.rglob("*") if p.is_file()} == {".safetensors", ".json"}
 
 
 def test_an_unwritable_output_folder_is_named(corpus: Path, tmp_path: Path) -> None:
@@ -288,9 +329,9 @@ def test_a_fresh_start_leaves_nothing_of_the_run_before(corpus: Path, tmp_path: 
         raise Crash
 
     with pytest.raises(Crash):
-        train_in_threads(small_run("diloco_m2", replicas=1), corpus, tmp_path / "run", on_row=crash)
+        train_in_threads(small_run("diloco_m2", replicas=1), corpus, tmp_path / "run", on_row=crash, again=True)
     names = {str(p.relative_to(tmp_path / "run")) for p in (tmp_path / "run").rglob("*")}
-    assert names == {"notes.txt", "metrics", "metrics/rank-000.jsonl"}
+    assert names == {"notes.txt", "metrics", "metrics/rank-000.jsonl", "run.json", ".lock"}
     assert RunFolder.beside(tmp_path / "run").made_with == source_digest()
 
 

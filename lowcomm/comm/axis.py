@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from lowcomm.comm.world import World
 
 Lane = Literal["main", "ahead", "out", "in"]
+#: The purpose of messages by which ranks settle what they do, which the ledger does not count.
+UNBILLED = "agreement"
 #: The transport's channel of each axis and lane; a message leaves by "out" and comes in by "in".
 CHANNELS = {
     (axis, lane): 3 * i + kind
@@ -120,7 +122,8 @@ class Op:
             with axis.lock:
                 begin = max(self._now(), axis.egress_free)
                 axis.egress_free = begin + link.seconds(nbytes)
-                self.world.ledger.bill(axis.name, self.purpose, self.step, nbytes)
+                if self.purpose != UNBILLED:
+                    self.world.ledger.bill(axis.name, self.purpose, self.step, nbytes)
             self.nbytes += nbytes
             outgoing.append((ranks[dst], Header(self.name, tuple(x.shape), str(x.dtype), x.device.type, begin), x))
 

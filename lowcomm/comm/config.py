@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from lowcomm.settings import check_bounds, number
+
 
 @dataclass(frozen=True)
 class CommConfig:
@@ -13,7 +15,10 @@ class CommConfig:
     backend: Literal["auto", "gloo", "nccl"] = "auto"  # of processes
     reduction: Literal["ordered", "native"] = "ordered"
     clock: Literal["real", "virtual"] = "real"
-    link_mbit_per_s: float = 0.0  # 0: as fast as it goes
-    link_latency_ms: float = 0.0
-    timeout_s: float = 300.0
+    link_mbit_per_s: float = number(0.0, at_least=0)  # 0: as fast as it goes
+    link_latency_ms: float = number(0.0, at_least=0)
+    timeout_s: float = number(300.0, above=0, at_most=1e6)
     trace: bool = False
+
+    def __post_init__(self) -> None:
+        check_bounds("comm", self)

@@ -20,8 +20,9 @@ shares, sum, share the sums), so both transports add in the same order and runs 
 
 from __future__ import annotations
 
+import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal
 
@@ -29,13 +30,13 @@ import torch
 from torch import Tensor
 
 from lowcomm.codecs import Codec
-from lowcomm.comm.axis import AxisState, Handle, Lane, Op, rotation
+from lowcomm.comm.axis import UNBILLED, AxisState, Handle, Lane, Op, rotation
 from lowcomm.comm.config import CommConfig
 from lowcomm.comm.encoded import EncodedMean
 from lowcomm.comm.shares import Section, mean_bytes, shares
 from lowcomm.comm.transport import Transport
 from lowcomm.comm.wire import Ledger, Link, RealClock, Trace, VirtualClock
-from lowcomm.settings import ConfigError
+from lowcomm.settings import ConfigError, first_difference
 
 Axis = Literal["replica", "stage", "route", "world"]
 _SUMMED = (torch.float32, torch.float64, torch.int32, torch.int64)
@@ -320,6 +321,26 @@ class World:
     def barrier(self, *, axis: Axis = "world") -> None:
         """Return once every rank of the axis has called it."""
         self.exchange(torch.empty(0, dtype=torch.uint8, device=self.device), purpose="barrier", axis=axis)
+
+    def tell(self, value: Any, *, axis: Axis = "world") -> list[Any]:
+        """Give a value that JSON can hold to every rank of the axis, and return everybody's, in order.
+
+        It is for what ranks settle before and beside training; as the headers of messages, it is not billed.
+        """
+        packed = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        told = self.exchange(packed, purpose=UNBILLED, axis=axis)
+        return [json.loads(x.numpy().tobytes()) for x in told]
+
+    def agree(self, settings: Mapping[str, Any], *, axis: Axis = "world") -> None:
+        """Return if all ranks of the axis have the same settings, given by name as values that JSON can hold.
+
+        Raises ConfigError on every rank where they do not, with the first setting that differs from the first rank's.
+        """
+        everyone = dict(zip(self._axes[axis].ranks, self.tell(dict(settings), axis=axis), strict=True))
+        first = next(iter(everyone))
+        for rank, theirs in everyone.items():
+            if differs := first_difference(everyone[first], theirs, f"on rank {first}", f"on rank {rank}"):
+                raise ConfigError(f"ranks were started differently: {differs}")
 
     # Synchronous forms
 

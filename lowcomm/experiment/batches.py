@@ -32,6 +32,25 @@ def differences(card: dict[str, Any], section: str, wanted: CorpusConfig | DataC
     return {key: (there.get(key), value) for key, value in asked.items() if there.get(key) != value}
 
 
+def read_card(folder: Path) -> dict[str, Any]:
+    """The card of a prepared corpus. Raises ConfigError where there is none, or what it lacks to be one."""
+    file = folder / "card.json"
+    prepare = f"lowcomm prepare {folder.name} --scale {folder.parent.name}"
+    try:
+        card = json.loads(file.read_text())
+        shards = [shard for split in ("train", "validation") for shard in card["splits"][split]["shards"]]
+        _ = [(shard["file"], shard["sha256"]) for shard in shards]
+        _ = card["corpus"], card["tokenizer_sha256"], card["settings"]["vocab_size"]
+        if card["dtype"] not in ("<u2", "<u4"):
+            raise ValueError(f"tokens of dtype {card['dtype']!r}")
+    except FileNotFoundError:
+        raise ConfigError(f"no corpus in {folder}: prepare it first ({prepare})") from None
+    except (ValueError, TypeError, KeyError) as error:
+        what = f"lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise ConfigError(f"{file} is damaged ({what}): prepare the corpus again ({prepare})") from None
+    return card
+
+
 class TokenData:
     """The shards of a prepared folder, memory-mapped, and its batches.
 
@@ -45,12 +64,7 @@ class TokenData:
     """
 
     def __init__(self, folder: Path, *, seq_len: int, global_batch: int, seed: int):
-        try:
-            self.card = json.loads((folder / "card.json").read_text())
-        except FileNotFoundError:
-            raise ConfigError(
-                f"no corpus in {folder}: prepare it first (lowcomm prepare {folder.name} --scale {folder.parent.name})"
-            ) from None
+        self.card = read_card(folder)
         self.seq_len, self.global_batch, self.seed = seq_len, global_batch, seed
         self._splits = {split: self._open(folder, split) for split in self.card["splits"]}
         self._train = self._splits["train"]
@@ -74,7 +88,10 @@ class TokenData:
                     f"has checksum {found[:12]}, the card says {shard['sha256'][:12]}" if path.exists() else "is gone"
                 )
                 raise ConfigError(f"shard {path} {state}: prepare the corpus again (dvc repro -f data)")
-            maps.append(np.memmap(path, dtype=self.card["dtype"], mode="r"))
+            tokens = np.memmap(path, dtype=self.card["dtype"], mode="r")
+            if (highest := int(tokens.max(initial=0))) >= (vocabulary := self.card["settings"]["vocab_size"]):
+                raise ConfigError(f"shard {path} holds token {highest}, and the vocabulary has {vocabulary}")
+            maps.append(tokens)
         return maps
 
     def _count(self, maps: list[np.ndarray]) -> int:

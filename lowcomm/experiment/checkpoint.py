@@ -1,7 +1,7 @@
 """Checkpoints: atomic, checksummed, read without executing code.
 
-A checkpoint is a folder `step-00000120` with, for each rank, `rank-000.safetensors` (its tensors), `rank-000.json`
-(what else it needs) and `rank-000.sha256` (of both), and one `manifest.json` (of which run). It is written
+A checkpoint is a folder `step-00000120` with, for each rank, `rank-000.safetensors` (its tensors) and `rank-000.json`
+(what else it needs), and one `manifest.json` (of which run and step, and the digests of all files). It is written
 under another name and renamed when every rank's files are on disk, so a folder of that name is whole. All ranks
 see one folder (a shared file system, where they are on several machines).
 """
@@ -15,17 +15,16 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lowcomm.comm.world import World
 from lowcomm.experiment.source import sha256
-from lowcomm.settings import ConfigError
+from lowcomm.settings import ConfigError, first_difference
 
 log = logging.getLogger("lowcomm")
-VERSION = 1
+VERSION = 2
 
 
 def _flush(path: Path) -> None:
@@ -64,20 +63,20 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Steps that have a whole checkpoint, oldest first."""
-        return sorted(int(p.name[5:]) for p in self.folder.glob("step-????????") if p.is_dir())
+        return sorted(int(p.name[5:]) for p in self.folder.glob("step-" + "[0-9]" * 8) if p.is_dir())
 
     def save(self, step: int, tensors: dict[str, Tensor], meta: dict[str, Any], run: dict[str, Any]) -> None:
         """Write checkpoint `step`: this rank's tensors and meta, and `run`, which all ranks share."""
         final = self._path(step)
         partial = final.with_name(final.name + ".partial")
         partial.mkdir(parents=True, exist_ok=True)
-        names = [f"{self._rank(self.world.rank)}.{kind}" for kind in ("safetensors", "json")]
+        names = self._names()
         save_tensors(tensors, partial / names[0])
         self._write_json(partial / names[1], meta)
-        (partial / f"{self._rank(self.world.rank)}.sha256").write_text("\n".join(sha256(partial / n) for n in names))
-        self.world.barrier()
+        everyone = self.world.tell({name: sha256(partial / name) for name in names})
         if self.world.rank == 0:
-            manifest = {"version": VERSION, "step": step, "ranks": self.world.size, "run": run}
+            files = {name: digest for digests in everyone for name, digest in digests.items()}
+            manifest = {"version": VERSION, "step": step, "ranks": self.world.size, "run": run, "sha256": files}
             self._write_json(partial / "manifest.json", manifest)
             if final.exists():
                 _remove(final)
@@ -87,41 +86,52 @@ class Checkpoints:
                 _remove(self._path(old))
         self.world.barrier()
 
-    @staticmethod
-    def _rank(rank: int) -> str:
-        return f"rank-{rank:03d}"
+    def _names(self) -> list[str]:
+        """Return the names of this rank's files: of tensors, and of what else it needs."""
+        return [f"rank-{self.world.rank:03d}.{kind}" for kind in ("safetensors", "json")]
 
     @staticmethod
     def _write_json(path: Path, value: Any) -> None:
         path.write_text(json.dumps(value) + "\n")
         _flush(path)
 
-    def newest(self, run: dict[str, Any]) -> tuple[int, dict[str, Tensor], dict[str, Any]] | None:
+    def newest(
+        self, run: dict[str, Any], recorded: int | None = None
+    ) -> tuple[int, dict[str, Tensor], dict[str, Any]] | None:
         """(step, tensors, meta) of the newest checkpoint that every rank can read, or None if there is none.
 
-        A damaged one is logged and the one before taken. Raises ConfigError if all are damaged, or if
+        recorded: the last step of which this rank has metrics; a checkpoint of a later one cannot be gone on from, as
+        those between would be missing for ever.
+
+        A damaged one is logged and the one before taken. Raises ConfigError on every rank if none can be used, or if
         one is of another run (`run` is compared key by key) or rank count.
         """
         if self.world.rank == 0:
             for left in self.folder.glob("step-*.partial"):
                 shutil.rmtree(left)
         self.world.barrier()
-        mine = torch.tensor(self.steps(), dtype=torch.int64)
-        common = set.intersection(*(set(s.tolist()) for s in self.world.exchange(mine, purpose="resume", axis="world")))
-        for step in sorted(common, reverse=True):
-            found: tuple[dict, dict] | None = None
+        there = self.world.tell(self.steps())
+        if differ := [rank for rank, steps in enumerate(there) if steps != there[0]]:
+            raise ConfigError(
+                f"checkpoints in {self.folder} are of steps {there[0]} for rank 0 and {there[differ[0]]} for rank"
+                f" {differ[0]}: all ranks must see one folder"
+            )
+        for step in reversed(there[0]):
+            found, problem = None, ""
             try:
+                if recorded is not None and recorded < step:
+                    raise ValueError(f"metrics end at step {recorded}")
                 found = self._read(step, run)
             except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
                 if isinstance(error, ConfigError):
                     raise
-                log.warning("checkpoint %s is damaged (%s); falling back to the one before", self._path(step), error)
-            readable = self.world.sum(torch.tensor([int(found is not None)]), purpose="resume", axis="world")
-            if int(readable) == self.world.size:
+                problem = f"rank {self.world.rank}: {error}"
+            problems = [told for told in self.world.tell(problem) if told]
+            if not problems:
                 return step, *found
-            if found is not None:
-                log.warning("checkpoint %s is damaged on another rank; falling back", self._path(step))
-        if common:
+            if self.world.rank == 0:
+                log.warning("checkpoint %s is damaged (%s); trying the one before", self._path(step), problems[0])
+        if there[0]:
             raise ConfigError(f"no checkpoint in {self.folder} can be read; delete the folder to start over")
         return None
 
@@ -130,22 +140,19 @@ class Checkpoints:
         manifest = json.loads((path / "manifest.json").read_text())
         if manifest["version"] != VERSION:
             raise ConfigError(f"checkpoint {path} has format {manifest['version']}, this code reads {VERSION}")
-        if differ := [k for k in sorted(run.keys() | manifest["run"]) if run.get(k) != manifest["run"].get(k)]:
-            k = differ[0]
-            raise ConfigError(
-                f"checkpoint {path} is of another run: {k} is {manifest['run'].get(k)!r} there and {run.get(k)!r} here"
-                + (f" (and {len(differ) - 1} more differ)" if len(differ) > 1 else "")
-            )
+        if differs := first_difference(manifest["run"], run):
+            raise ConfigError(f"checkpoint {path} is of another run: {differs}")
         if manifest["ranks"] != self.world.size:
             raise ConfigError(
                 f"checkpoint {path} was written by {manifest['ranks']} ranks, this run has {self.world.size}"
             )
-        name = self._rank(self.world.rank)
-        names = [f"{name}.{kind}" for kind in ("safetensors", "json")]
-        for file, digest in zip(names, (path / f"{name}.sha256").read_text().split(), strict=True):
-            if sha256(path / file) != digest:
-                raise ValueError(f"{file} does not match its checksum")
-        return load_file(path / f"{name}.safetensors"), json.loads((path / f"{name}.json").read_text())
+        if manifest["step"] != step:
+            raise ValueError(f"its manifest is of step {manifest['step']}")
+        names = self._names()
+        for name in names:
+            if sha256(path / name) != manifest["sha256"][name]:
+                raise ValueError(f"{name} does not match its checksum")
+        return load_file(path / names[0]), json.loads((path / names[1]).read_text())
 
     def clear(self) -> None:
         """Remove all, when the run is complete."""
@@ -153,4 +160,5 @@ class Checkpoints:
         if self.world.rank == 0 and self.folder.exists():
             for step in self.steps():
                 _remove(self._path(step))
-            shutil.rmtree(self.folder)
+            if not self.folder.is_symlink():
+                shutil.rmtree(self.folder)

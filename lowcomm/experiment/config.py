@@ -149,13 +149,17 @@ class RunConfig:
 
     def identity(self) -> dict[str, Any]:
         """The settings that decide the losses, as {"section.key": value}."""
+        beside = ("comm", "checkpoint", "scale", "name", "variant")
+        decisive = {key: value for key, value in self.flat().items() if key.partition(".")[0] not in beside}
+        return decisive | {"comm.reduction": self.comm.reduction}
+
+    def flat(self) -> dict[str, Any]:
+        """Return all settings, as {"section.key": value}."""
         flat = {}
         for key, value in self.to_dict().items():
-            if key in ("comm", "checkpoint", "scale", "name", "variant"):
-                continue
             for k, v in value.items() if isinstance(value, dict) else [(None, value)]:
                 flat[key if k is None else f"{key}.{k}"] = v
-        return flat | {"comm.reduction": self.comm.reduction}
+        return flat
 
 
 @functools.lru_cache(maxsize=512)
@@ -175,7 +179,7 @@ def _plan(
 def _check(config: RunConfig) -> None:
     """Raise ConfigError at the first rule that is broken, with the value and the rule."""
     t, m = config.train, config.method
-    for section in ("", "data", "train", "comm", "checkpoint"):
+    for section in ("", "data", "train", "checkpoint"):
         check_bounds(section, getattr(config, section) if section else config)
     parts = config.replicas * t.accumulation
     if t.global_batch % parts:

@@ -21,7 +21,7 @@ import numpy as np
 import sentencepiece as spm
 from tqdm import tqdm
 
-from lowcomm.experiment.batches import differences
+from lowcomm.experiment.batches import differences, read_card
 from lowcomm.experiment.config import CorpusConfig, DataConfig
 from lowcomm.experiment.corpora import documents, sources
 from lowcomm.experiment.project import Project
@@ -244,7 +244,7 @@ def prepared(project: Project, corpus: str, scale: str | None = None) -> Path:
     folder = project.data_dir(corpus, scale)
     source, config = project.corpus_configs(corpus, scale=scale)
     if (folder / "card.json").exists():
-        card = json.loads((folder / "card.json").read_text())
+        card = read_card(folder)
         if not differences(card, "source", source) and not differences(card, "settings", config):
             return folder
         tqdm.write(f"{folder} was prepared with other settings; preparing it again")

@@ -19,10 +19,27 @@ import yaml
 
 from lowcomm.experiment.run_folder import RunFolder
 from lowcomm.model.presets import PRESETS
-from lowcomm.settings import ConfigError, build, check_bounds, nearest
+from lowcomm.settings import ConfigError, brief, build, check_bounds, nearest
 
 if TYPE_CHECKING:  # it imports torch, for which the reading of results need not wait
     from lowcomm.experiment.config import CorpusConfig, DataConfig, RunConfig
+
+
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # libyaml's, where it is, is ten times as fast
+    """YAML whose mappings name each key once; what `<<` merges may be named again."""
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Take in merged mappings, once, having looked for keys that are named twice."""
+        if getattr(node, "is_flat", False):
+            return
+        seen: set[str] = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in seen and key.tag != "tag:yaml.org,2002:merge":
+                raise yaml.constructor.ConstructorError(None, None, f"key {key.value!r} is named twice", key.start_mark)
+            seen.add(key.value)
+        super().flatten_mapping(node)
+        node.is_flat = True
+
 
 Params = dict[str, Any]
 _REQUIRED = ("method", "corpus", "replicas", "sizes", "seeds")
@@ -66,9 +83,16 @@ def _layer(base: dict, over: dict) -> dict:
     return _merge(base, over)
 
 
+def _check_name(name: str, where: str) -> None:
+    """Raise ConfigError for a name that cannot be a folder's of its own."""
+    if not str(name) or str(name).startswith(".") or {"/", "\\"} & set(str(name)):
+        raise ConfigError(f"{where}.{name}: a name is that of a folder, so it has no slash and begins with no dot")
+
+
 def _entry(run: str, params: Params) -> dict[str, Any]:
     """Return the entry of a run in `params.yaml`, its keys and seeds checked, always with `variants`."""
     entry = pick(params["runs"], run, "run")
+    _check_name(run, "runs")
     for key in _REQUIRED:
         if key not in entry:
             raise ConfigError(f"runs.{run} lacks {key}")
@@ -78,6 +102,8 @@ def _entry(run: str, params: Params) -> dict[str, Any]:
     variants = entry.get("variants", {"": {}})
     if not isinstance(variants, dict) or not variants or not all(isinstance(c, dict) for c in variants.values()):
         raise ConfigError(f"runs.{run}.variants must name at least one variant, each a mapping ({{}} changes nothing)")
+    for name in entry.get("variants", ()):
+        _check_name(name, f"runs.{run}.variants")
     named = {f"{run}.variants.{name}": change for name, change in variants.items()}
     for name, change in {run: entry, **named}.items():
         seeds = change.get("seeds", [0])
@@ -137,17 +163,18 @@ class Project:
         """The whole of `params.yaml` as plain dictionaries, its top-level keys checked. Raises ConfigError."""
         path = path or self.root / "params.yaml"
         try:
-            loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's, where it is, is ten times as fast
-            params = yaml.load(path.read_text(), loader)
-        except yaml.YAMLError as error:
+            params = yaml.load(path.read_text(), _Loader)
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
         valid = {"scale", "scales", "methods", "runs", "corpora"}
         if not isinstance(params, dict) or not valid <= set(params):
             missing = valid - set(params) if isinstance(params, dict) else valid
             raise ConfigError(f"{path} lacks {', '.join(sorted(missing))}")
-        for key in params:
+        for key, section in params.items():
             if key not in valid:
                 raise ConfigError(f"unknown key {key} in {path.name}{nearest(key, valid)}")
+            if key != "scale" and not isinstance(section, dict):
+                raise ConfigError(f"{key} in {path} must be a mapping of names, got {brief(section)}")
         return params
 
     def run_config(

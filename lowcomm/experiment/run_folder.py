@@ -2,14 +2,16 @@
 
 A run's folder holds what the run determined and nothing that depends on the machine's mood, so that two runs of one
 configuration are equal byte for byte: metrics (a row per step and rank), a summary, which is there only when the run is
-complete, the evaluated parameters, and checkpoints until then. What depends on the machine (times, traces, and with
-which code it was made) is in a second folder beside it.
+complete, the evaluated parameters, and checkpoints until then. While the run is under way, `run.json` says whose folder
+this is. What depends on the machine (times, traces, and with which code it was made) is in a second folder beside it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,15 +25,7 @@ class Metrics:
 
     def __init__(self, path: Path, resumed_at: int):
         path.parent.mkdir(parents=True, exist_ok=True)
-        kept = []
-        if path.exists() and resumed_at:
-            for line in path.read_text().splitlines():
-                try:
-                    row = json.loads(line)
-                except json.JSONDecodeError:  # the row that a kill cut short
-                    break
-                if row["step"] <= resumed_at:
-                    kept.append(line + "\n")
+        kept = [line + "\n" for step, line in _whole_rows(path) if step <= resumed_at] if resumed_at else []
         path.write_text("".join(kept))
         self._file = path.open("a")
         self._held: list[dict[str, Any]] = []
@@ -41,21 +35,55 @@ class Metrics:
         self._held.append(row)
 
     def write(self) -> None:
-        """Put the rows kept so far into the file."""
+        """Put the rows kept so far into the file. Raises NotFinite at a loss that is not finite."""
         for row in self._held:
             plain = {k: v.item() if hasattr(v, "item") else v for k, v in row.items()}
+            if not math.isfinite(plain.get("loss", 0.0)):
+                from lowcomm.codecs.bits import NotFinite  # with torch, for which the reading of results need not wait
+
+                raise NotFinite(f"the loss of step {plain['step']} is {plain['loss']}: training has diverged")
             self._file.write(json.dumps(plain) + "\n")
         self._held.clear()
         self._file.flush()
+
+    def keep(self) -> None:
+        """Put the rows on disk, so that they are there whenever a checkpoint is that was written after them."""
+        self.write()
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Let go of the file; rows that were not written are dropped, as by a kill."""
         self._file.close()
 
 
+def _whole_rows(path: Path) -> list[tuple[int, str]]:
+    """(step, line) of a metrics file's rows, as far as they are whole and of one step after the other."""
+    found: list[tuple[int, str]] = []
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
+        try:
+            step = json.loads(line)["step"]
+        except (ValueError, KeyError, TypeError):  # the row that a kill cut short
+            break
+        if step != len(found) + 1:
+            break
+        found.append((step, line))
+    return found
+
+
+def recorded_steps(path: Path) -> int:
+    """The last step of which a metrics file has a whole row, and rows of all steps before; 0 where it has none."""
+    return len(_whole_rows(path))
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics file."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    """The rows of a metrics file. Raises ConfigError that names the file and the line that is none."""
+    rows = []
+    for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
+        try:
+            rows.append(json.loads(line))
+        except ValueError as error:
+            raise ConfigError(f"{path}, line {number}, is no row of metrics ({error}): train the run anew") from None
+    return rows
 
 
 @dataclass(frozen=True)
@@ -82,6 +110,16 @@ class RunFolder:
     def model(self) -> Path:
         """The evaluated parameters."""
         return self.out / "model.safetensors"
+
+    @property
+    def settings(self) -> Path:
+        """The settings of the run that is under way; the file is gone when the run is complete."""
+        return self.out / "run.json"
+
+    @property
+    def lock(self) -> Path:
+        """What a job holds locked for as long as it trains here (`claim`)."""
+        return self.out / ".lock"
 
     @property
     def checkpoints(self) -> Path:
@@ -128,17 +166,39 @@ class RunFolder:
         summary = self.read_summary()
         return summary is not None and self.made_with == source and summary["run"] == run
 
+    @property
+    def _folders(self) -> tuple[Path, ...]:
+        return self.out / "metrics", self.checkpoints
+
+    @property
+    def _files(self) -> tuple[Path, ...]:
+        made = (self.summary, self.model, self.settings)
+        return *made, *(file.with_suffix(".tmp") for file in (self.summary, self.settings))
+
     def strangers(self) -> list[str]:
         """Names in the folder that no run puts there."""
-        own = {"metrics", "checkpoints", "summary.json", "summary.tmp", "model.safetensors"}
+        own = {path.name for path in (*self._folders, *self._files, self.lock)}
         return sorted(p.name for p in self.out.iterdir() if p.name not in own) if self.out.exists() else []
 
+    def check_own(self) -> None:
+        """Raise ConfigError where there is what a run may leave behind, but nothing that says that a run has."""
+        if self.summary.exists() or self.settings.exists():
+            return
+        if found := [path.name for path in (*self._folders, *self._files) if path.exists() or path.is_symlink()]:
+            raise ConfigError(
+                f"{self.out} holds {', '.join(found)}, but no {self.settings.name} that says of which run:"
+                " choose another folder, or delete them"
+            )
+
     def clear(self) -> None:
-        """Remove what a run left here, and nothing else."""
-        for folder in (self.out / "metrics", self.checkpoints):
-            shutil.rmtree(folder, ignore_errors=True)
-        left = (self.summary, self.out / "summary.tmp", self.model, self.source)
-        for file in (*left, *self.times.glob("trace-*.jsonl")):
+        """Remove what a run left here, and nothing else; of a folder that is a link, what is in it."""
+        for folder in self._folders:
+            if folder.is_symlink():
+                for path in folder.iterdir() if folder.is_dir() else ():
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+            else:
+                shutil.rmtree(folder, ignore_errors=True)
+        for file in (*self._files, self.source, *self.times.glob("trace-*.jsonl")):
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 file.unlink()
 

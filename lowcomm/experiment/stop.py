@@ -24,6 +24,7 @@ from lowcomm.experiment import LAUNCHER_VARIABLE
 #: Set when this process should stop: by SIGTERM, or by a notebook.
 requested = threading.Event()
 _POLL_S = 0.1
+_OWN_NOTE_S = 10.0  # by when a rank reads its own note, if there is anything that keeps it
 
 
 @contextlib.contextmanager
@@ -44,10 +45,11 @@ def stopping_on_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _launcher_is_gone() -> bool:
+def _launcher_is_gone(parent: int) -> bool:
+    """Tell whether who has started this rank has ended; `parent`: the process id that its parent had."""
     pid = os.environ.get(LAUNCHER_VARIABLE)
     if pid is None:
-        return False
+        return "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != parent
     try:
         os.kill(int(pid), 0)
     except (ProcessLookupError, PermissionError):  # gone, its number perhaps somebody else's by now
@@ -64,13 +66,14 @@ class StopAgreement:
         self._published = False
         self._lock = threading.Lock()
         self._done = threading.Event()
+        self._parent = os.getppid()
         self._thread = threading.Thread(target=self._watch, name=f"stop-{world.rank}", daemon=True)
         self._thread.start()
 
     def _watch(self) -> None:
         transport = self.world.transport
         while not self._done.wait(_POLL_S):
-            if requested.is_set() or _launcher_is_gone() or transport.read("stop") is not None:
+            if requested.is_set() or _launcher_is_gone(self._parent) or transport.read("stop") is not None:
                 transport.note("stop", "requested")
                 with self._lock:
                     transport.note(f"stop/{self.world.rank}", str(self._begun))
@@ -86,12 +89,14 @@ class StopAgreement:
         return step > self._last_step()
 
     def _last_step(self) -> int:
-        deadline = time.monotonic() + self.timeout_s
+        asked = time.monotonic()
         while True:
             begun = [self.world.transport.read(f"stop/{r}") for r in range(self.world.size)]
             if None not in begun:
                 return max(map(int, begun))
-            if time.monotonic() > deadline:
+            if begun[self.world.rank] is None and time.monotonic() > asked + _OWN_NOTE_S:
+                raise CommError(f"rank {self.world.rank} was told to stop, but the store of its launcher is gone")
+            if time.monotonic() > asked + self.timeout_s:
                 silent = [r for r, b in enumerate(begun) if b is None]
                 raise CommError(f"rank {self.world.rank} wants to stop, but ranks {silent} do not answer")
             time.sleep(_POLL_S / 10)

@@ -6,6 +6,7 @@ the one told, passes the signal on and then reports it as its own exit status.)
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -14,7 +15,8 @@ import os
 import platform
 import resource
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +26,10 @@ from lowcomm.comm.start import run_threads
 from lowcomm.comm.world import World
 from lowcomm.experiment.batches import TokenData
 from lowcomm.experiment.checkpoint import Checkpoints, save_tensors
+from lowcomm.experiment.claim import Claim, is_held
 from lowcomm.experiment.config import RunConfig
-from lowcomm.experiment.run_folder import Metrics, RunFolder, read_metrics
-from lowcomm.experiment.source import source_digest
+from lowcomm.experiment.run_folder import Metrics, RunFolder, read_metrics, recorded_steps
+from lowcomm.experiment.source import sha256, source_digest
 from lowcomm.experiment.stop import StopAgreement
 from lowcomm.experiment.trainer import Trainer
 from lowcomm.model.accounting import parameters as count_parameters
@@ -35,6 +38,8 @@ from lowcomm.settings import ConfigError
 
 log = logging.getLogger("lowcomm")
 _SOURCE = source_digest()  # as it is when it is loaded
+#: What one machine writes is seen by all others that share the folder after this long at most.
+_SEEN_WITHIN_S = 10.0
 #: What a caller sees of each step: the trainer, and the row of metrics.
 OnRow = Callable[[Trainer, dict[str, Any]], None]
 
@@ -46,11 +51,14 @@ def train(
     folder: RunFolder | Path,
     *,
     on_row: OnRow | None = None,
+    again: bool = False,
 ) -> dict[str, Any]:
     """Train one rank of `config` and return the run's summary (`sent_bytes` are this rank's; rank 0's is written).
 
     Continues from the newest checkpoint in `folder` if there is one. `on_row` sees each metrics row, for a notebook. A
-    stopped run's summary has `complete = False`. Raises ConfigError and CommError.
+    stopped run's summary has `complete = False`. `again`: replace a finished run in `folder`, or another one.
+
+    Raises ConfigError where the folder is another's (`claim.Claim`) or ranks were started differently, and CommError.
     """
     folder = RunFolder.beside(folder) if isinstance(folder, Path) else folder
     try:
@@ -62,20 +70,65 @@ def train(
         raise ConfigError(f"output folder {folder.out} cannot be written: {error}") from None
     t = config.train
     data = TokenData(data_folder, seq_len=t.seq_len, global_batch=t.global_batch, seed=config.seed)
+    world.agree(_started_with(config, data))
     trainer = Trainer(config, world, data)
     run = config.identity() | {"tokenizer": data.card["tokenizer_sha256"]}
+    with _claimed(folder, world, run, again=again) as claim:
+        return _train(trainer, folder, run, claim, on_row)
+
+
+def _started_with(config: RunConfig, data: TokenData) -> dict[str, Any]:
+    """Return what all ranks must have been started with, by name."""
+    told = config.flat() | {"source": _SOURCE, "tokenizer": data.card["tokenizer_sha256"]}
+    told |= {f"corpus, {split}": [s["sha256"] for s in part["shards"]] for split, part in data.card["splits"].items()}
+    if config.train.weights:  # wherever each machine has them
+        files = sorted(Path(config.train.weights).glob("*.safetensors"))
+        told["train.weights"] = [sha256(file) for file in files]
+    return told
+
+
+@contextlib.contextmanager
+def _claimed(folder: RunFolder, world: World, run: dict[str, Any], *, again: bool) -> Iterator[Claim | None]:
+    """Hold the run's folder inside, by a claim that rank 0 has. Raises ConfigError, also where ranks see several."""
+    claim = Claim(folder, run, again=again) if world.rank == 0 else None
+    try:
+        token = world.tell(claim.token if claim else "")[0]
+        deadline = time.monotonic() + _SEEN_WITHIN_S
+        while not (seen := is_held(folder, token)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        if blind := [rank for rank, sees in enumerate(world.tell(seen)) if not sees]:
+            raise ConfigError(
+                f"{folder.out} of rank {blind[0]} is not the folder that rank 0 writes to: it must be one that all"
+                " machines share"
+            )
+        yield claim
+    finally:
+        if claim:
+            claim.release()
+
+
+def _train(
+    trainer: Trainer, folder: RunFolder, run: dict[str, Any], claim: Claim | None, on_row: OnRow | None
+) -> dict[str, Any]:
+    config, world, data, t = trainer.config, trainer.world, trainer.data, trainer.config.train
     checkpoints = Checkpoints(folder.checkpoints, world, config.checkpoint.keep)
-    found = checkpoints.newest(run)
+    found = checkpoints.newest(run, recorded_steps(folder.metrics(world.rank)))
     start, elapsed = 0, 0.0
     if found is not None:
         start, tensors, meta = found
-        trainer.load(tensors)
+        try:
+            trainer.load(tensors)
+        except (KeyError, ValueError) as error:
+            raise ConfigError(
+                f"the checkpoint of step {start} in {folder.checkpoints} is not of this code: {error}; delete it to go"
+                " on from the one before"
+            ) from None
         world.ledger.load(meta["ledger"])
         log.info("resuming %s at step %d", config.name, start)
         elapsed = meta["elapsed"]
     else:
         if world.rank == 0:
-            folder.clear()
+            claim.begin()
             folder.source.write_text(_SOURCE)
         world.barrier()
         if (epochs := t.steps / data.epoch_steps()) > 1 and world.rank == 0:
@@ -107,7 +160,10 @@ def train(
             return {"complete": False, "step": step}
         metrics.write()
         clock.write()
-        return _finish(trainer, checkpoints, folder)
+        summary = _finish(trainer, checkpoints, folder)
+        if claim:
+            claim.done()
+        return summary
     finally:
         stop.close()
         metrics.close()
@@ -120,10 +176,11 @@ def train_in_threads(
     folder: RunFolder | Path,
     *,
     on_row: OnRow | None = None,
+    again: bool = False,
 ) -> dict[str, Any]:
     """`train` with a thread for each rank; returns rank 0's summary."""
     return run_threads(
-        lambda world: train(config, world, data_folder, folder, on_row=on_row),
+        lambda world: train(config, world, data_folder, folder, on_row=on_row, again=again),
         replicas=config.replicas,
         stages=config.stages,
         comm=config.comm,
@@ -133,7 +190,7 @@ def train_in_threads(
 def _save(
     trainer: Trainer, checkpoints: Checkpoints, metrics: Metrics, clock: Metrics, step: int, run: dict[str, Any]
 ) -> None:
-    metrics.write()
+    metrics.keep()
     clock.write()
     tensors = trainer.tensors()  # waits for what is under way, which the ledger is to count
     meta = {"ledger": trainer.world.ledger.state(), "elapsed": trainer.world.clock.elapsed()}

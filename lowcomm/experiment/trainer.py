@@ -287,9 +287,12 @@ class Trainer:
 
     @torch.no_grad()
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """Put back what `tensors` gave."""
+        """Put back what `tensors` gave. Raises KeyError or ValueError for what is missing, or of another shape."""
         for name, p in self.model.named_parameters():
-            _local(p).copy_(tensors[f"model/{name}"])
+            mine, kept = _local(p), tensors[f"model/{name}"]
+            if kept.shape != mine.shape:
+                raise ValueError(f"model/{name} has the shape {list(kept.shape)}, not {list(mine.shape)}")
+            mine.copy_(kept)
         for name, p in self.trained.items():
             for key, value in _below(f"inner/{name}/", tensors).items():
                 if value.dim() == 0:  # the step count; fused kernels read it where the parameters are

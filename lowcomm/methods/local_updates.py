@@ -187,7 +187,8 @@ class LocalUpdates(Engine):
 
     Attributes: `plan` (what is sent), `fragments` (its state), `steps_done`.
 
-    Raises ConfigError for choices that do not go together, or not with this model; the message names the values.
+    Raises ConfigError for choices that do not go together, or not with this model, and on every replica where they have
+    begun with different ones; the message names the values.
     """
 
     names = ("parameters",)
@@ -213,6 +214,7 @@ class LocalUpdates(Engine):
         shapes = {name: tuple(p.shape) for name, p in self.named.items()}
         self.plan = Plan(shapes, method, world.replicas, seed=seed, layers=layers)
         if broadcast and world.replicas > 1:
+            world.agree(self._begun_with(layers), axis="replica")
             broadcast_weights(model, world)
         self.fragments = [
             FragmentState(f.pieces, self.named, self.plan.outer, offload=method.offload_outer)
@@ -223,6 +225,12 @@ class LocalUpdates(Engine):
         self.constrain = None if self.plan.codec.lossless else constrain
         self.steps_done = 0
         self._prepare()
+
+    def _begun_with(self, layers: int | None) -> dict[str, Any]:
+        """Return what all replicas must have begun with, by name."""
+        told = {"seed": self.seed, "steps": self.steps, "layers": layers}
+        told |= {f"method.{name}": value for name, value in dataclasses.asdict(self.method).items()}
+        return told | {f"parameter {name}": [list(p.shape), str(p.dtype)] for name, p in self.named.items()}
 
     @classmethod
     def of(cls, model: nn.Module, world: World, method: MethodConfig, **known: Any) -> LocalUpdates:

@@ -97,6 +97,10 @@ class OuterState:
         return self._home
 
     def load(self, values: dict[str, Tensor]) -> None:
-        """Overwrite all of it."""
+        """Overwrite all of it. Raises KeyError or ValueError for what is missing, or of another shape."""
         for name, value in self.read().items():
+            if values[name].shape != value.shape:
+                raise ValueError(
+                    f"outer state {name} has the shape {list(values[name].shape)}, not {list(value.shape)}"
+                )
             value.copy_(values[name])

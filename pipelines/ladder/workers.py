@@ -55,7 +55,7 @@ def train_point(point: Point) -> dict[str, Any] | None:
     outcome: dict[str, Any] = {"row": point.row.name, "rung": point.rung, "seed": point.seed}
     outcome |= {"values": dict(point.values), "made_from": made_from}
     try:
-        summary = train_in_threads(point.config, point.data, folder)
+        summary = train_in_threads(point.config, point.data, folder, again=True)
     except NotFinite as error:
         if not point.is_trial:
             raise
