@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import time
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -289,31 +289,28 @@ def test_no_collective_in_a_run(corpus: Path, tmp_path: Path) -> None:
 
 
 def test_a_straggler_delays_its_group_only(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One replica sleeps 0.6 s in its second step: at the turn after step 4 its partner waits, the others do not."""
+    """One replica stops in its second step until the others are past the turn after step 4; its partner is not."""
     config = noloco_run()
-    clip, asleep = Trainer._clip, []
-
-    def sleepy(self: Trainer) -> torch.Tensor:
-        if self.world.step == 2 and self.world.replica == 0:
-            asleep.append(time.monotonic())
-            time.sleep(0.6)
-        return clip(self)
-
-    monkeypatch.setattr(Trainer, "_clip", sleepy)
-    times: dict[int, dict[int, float]] = {r: {} for r in range(4)}
-
-    def keep(trainer: Trainer, row: dict) -> None:
-        times[trainer.world.replica][row["step"]] = time.monotonic()
-
-    train_in_threads(config, corpus, tmp_path, on_row=keep)
     (pair,) = [g for g in groups(config.seed, (0, 0), 4, 2) if 0 in g]
     (partner,) = set(pair) - {0}
     others = set(range(4)) - set(pair)
-    began = {r: times[r][3] for r in range(4)}
-    assert times[partner][4] - began[partner] > 0.4
-    for r in others:
-        assert times[r][4] - began[r] < 0.2
-        assert times[r][4] < asleep[0] + 0.5  # they are past their turn while the straggler sleeps
+    past = {r: threading.Event() for r in range(4)}
+    clip, seen = Trainer._clip, {}
+
+    def waits(self: Trainer) -> torch.Tensor:
+        if self.world.step == 2 and self.world.replica == 0:
+            seen["others"] = all(past[r].wait(30.0) for r in others)
+            seen["partner"] = past[partner].wait(0.5)
+        return clip(self)
+
+    def keep(trainer: Trainer, row: dict) -> None:
+        if row["step"] == 4:
+            past[trainer.world.replica].set()
+
+    monkeypatch.setattr(Trainer, "_clip", waits)
+    train_in_threads(config, corpus, tmp_path, on_row=keep)
+    assert seen == {"others": True, "partner": False}
+    assert past[partner].is_set()
 
 
 def test_only_the_outer_gradient_blocks(corpus: Path, tmp_path: Path) -> None:
