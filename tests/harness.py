@@ -149,14 +149,14 @@ class OnlyTheLink(VirtualClock):
         self.time = max(entered, finished)
 
 
-#: Scales of a small ladder, whose points take a second: the probes' smoke, and the rungs a and b.
+#: Scales of a small ladder, whose points take a second: the probes' smoke, and the rungs a, b and c, each larger.
 SCALES = """
 scale: a
 corpora:
   rows: {source: json, path: rows.jsonl}
 scales:
   smoke: &small
-    model: {dim: 8, layers: 2, heads: 2, ffn_dim: 16, vocab_size: 300, seq_len: 16}
+    model: &model {dim: 8, layers: 2, heads: 2, ffn_dim: 16, vocab_size: 300, seq_len: 16}
     data: {vocab_size: 300, validation_percent: 10, tuning_percent: 10}
     train: &train
       {steps: 8, global_batch: 4, seq_len: 16, lr: 0.01, warmup_steps: 2, eval_every: 0, eval_sequences: 8}
@@ -167,7 +167,11 @@ scales:
     train: {<<: *train, steps: 12}
   b:
     <<: *small
+    model: {<<: *model, dim: 16}
     train: {<<: *train, steps: 16}
+  c:
+    <<: *small
+    model: {<<: *model, dim: 32}
 """
 
 

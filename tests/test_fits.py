@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from pipelines.ladder.fits import Cell, Fit, bootstrap, fit_row, loss_at, predict
+from lowcomm.settings import ConfigError
+from pipelines.ladder.fits import PUBLISHED, Cell, Fit, bootstrap, fit_row, loss_at, predict, read_predictions, register
+from pipelines.ladder.plan import Ladder
 from pipelines.verdicts import quantile
+from tests.harness import small_ladder
 
 SIZES = (116_128, 326_336, 1_053_952)
 
@@ -92,3 +97,60 @@ def test_the_band_is_about_the_line_and_widens_outside() -> None:
     assert all(line < high)
     assert high[2] - low[2] > 2 * (high[1] - low[1])
     assert [b.tolist() for b in bootstrap(some, "method", grid, draws=400)] == [low.tolist(), high.tolist()]
+
+
+METHODS = """
+methods: {none: {exchange: none}, averaging: {exchange: parameters, sync_every_steps: 4, outer: average}}
+runs:
+  data_parallel: {method: none, corpus: rows, replicas: 1, sizes: ladder, seeds: [0], variants: {batch: {}}}
+  averaging: {method: averaging, corpus: rows, replicas: 2, sizes: ladder, seeds: [0]}
+"""
+PLAN = """
+rungs: {a: {seeds: 3, tuned_at: a}, b: {seeds: 3, tuned_at: a}, c: {seeds: 2, tuned_at: a}}
+rows: {data_parallel/batch: {lines: [lr]}, averaging: {from: data_parallel/batch}}
+published: {averaging: noloco/small}
+lines: {lr: {begin: 0.01, factor: 2.0}}
+"""
+
+
+@pytest.fixture
+def three_rungs(tmp_path: Path) -> Ladder:
+    """A ladder of three sizes without any point."""
+    return small_ladder(tmp_path, tmp_path / "build", METHODS, PLAN)
+
+
+def plant(ladder: Ladder, rung: str, gap: float) -> None:
+    """Write points of both rows, averaging's being worse by a gap, give or take."""
+    for row, factor in (("data_parallel/batch", 1.0), ("averaging", math.exp(gap))):
+        folder = ladder.results / "points" / rung / row
+        folder.mkdir(parents=True)
+        for seed in range(3):
+            loss = ({"a": 4.0, "b": 3.5, "c": 3.2}[rung] + 0.01 * seed) * (factor + 0.001 * seed * (row == "averaging"))
+            (folder / f"seed{seed}.json").write_text(json.dumps({"seed": seed, "val_loss": loss}))
+
+
+def test_only_what_is_not_known_is_predicted_and_but_once(three_rungs: Ladder) -> None:
+    plant(three_rungs, "a", 0.05)
+    with pytest.raises(ConfigError, match="no pairs of averaging at b: python -m pipelines.ladder train b"):
+        register(three_rungs, "c")
+    assert not read_predictions(three_rungs)
+    plant(three_rungs, "b", 0.03)
+    with pytest.raises(ConfigError, match="no pairs of averaging at c"):
+        register(three_rungs, PUBLISHED)
+    assert register(three_rungs, "c")
+    told = read_predictions(three_rungs)
+    assert (list(told), told["c"]["seeds"], list(told["c"]["rows"])) == (["c"], 2, ["averaging"])
+    likely, low, high = told["c"]["rows"]["averaging"]["gap_pct"]
+    assert low < likely < high
+    assert likely < 3.2  # on from 5 and 3 %
+
+    plant(three_rungs, "c", 0.5)
+    assert not register(three_rungs, "c")  # as it was
+    assert read_predictions(three_rungs) == told
+    with pytest.raises(ConfigError, match="points of a have been trained already: what is known is not predicted"):
+        register(three_rungs, "a")
+    assert register(three_rungs, PUBLISHED)
+    assert not register(three_rungs, PUBLISHED)
+    after = read_predictions(three_rungs)
+    assert list(after) == ["c", "noloco/small"]
+    assert after["c"] == told["c"]

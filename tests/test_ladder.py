@@ -97,6 +97,8 @@ def test_a_row_is_walked_from_the_better_of_its_starts() -> None:
         ({"rows": {"one": {"from": "two"}, "two": {}}}, "rows.one begins from 'two', which must stand before it"),
         ({"rows": {"one": {"lines": ["ln"]}}}, "no line of rows.one named 'ln'"),
         ({"rows": {"one": {"begin": {"gian": 1.0}}}}, "no line of rows.one named 'gian'"),
+        ({"rows": {"one": {"rungs": ["a"]}}}, "no rung of rows.one named 'a'"),
+        ({"published": {"one": "noloco/smal"}}, "no size of published.one named 'noloco/smal'"),
         ({"rows": {"one": {"line": ["lr"]}}}, "unknown key rows.one.line in plan.yaml; did you mean 'lines'"),
         ({"headline": {"rung": "z", "rows": ["one"]}}, "no rung of the headline named 'z'"),
         (
@@ -112,6 +114,18 @@ def test_a_plan_that_cannot_be_is_refused(change: dict, message: str, tmp_path: 
     (tmp_path / "plan.yaml").write_text(yaml.safe_dump(plan))
     with pytest.raises(ConfigError, match=message):
         read_plan(tmp_path / "plan.yaml")
+
+
+def test_a_row_is_at_its_own_rungs(tmp_path: Path) -> None:
+    there = {"seeds": 1, "tuned_at": "a"}
+    plan = {
+        "rungs": {"a": there, "b": there, "c": there | {"rows": ["one"]}},
+        "rows": {"one": {}, "two": {"rungs": ["b"]}},
+        "lines": {},
+    }
+    (tmp_path / "plan.yaml").write_text(yaml.safe_dump(plan))
+    rungs = read_plan(tmp_path / "plan.yaml").rungs
+    assert {name: rung.rows for name, rung in rungs.items()} == {"a": ("one",), "b": ("one", "two"), "c": ("one",)}
 
 
 def test_the_plan_is_in_the_regime_that_it_promises() -> None:
@@ -300,8 +314,11 @@ def test_points_are_those_of_plain_runs_and_none_is_done_again(small: Ladder, ca
     changed = {name for name, outcome in outcomes(small).items() if outcome != done[name]}
     assert changed == {"points/b/diloco/m2/seed0.json"}
 
-    assert main(["train", "c"], small) == 1
-    assert "no rung named 'c'" in capsys.readouterr().err
+    for what in ("train", "predict"):
+        assert main([what, "c"], small) == 1
+        assert "no rung named 'c'" in capsys.readouterr().err
+    assert main(["predict", "b"], small) == 1
+    assert "points of b have been trained already" in capsys.readouterr().err
     assert main(["tune", "b"], small) == 1
     assert "rung b takes what was found at a: nothing is tuned at it" in capsys.readouterr().err
 

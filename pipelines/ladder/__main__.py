@@ -3,6 +3,8 @@
     python -m pipelines.ladder prepare        prepare its corpus, and train its probes
     python -m pipelines.ladder tune 0.12M     tune all rows of a rung
     python -m pipelines.ladder train 0.12M    train its results, with what tuning found
+    python -m pipelines.ladder predict 1.05M  register what is expected of a rung, before it has a point
+    python -m pipelines.ladder predict published    and of the papers' smallest sizes
     python -m pipelines.ladder list           say what is done
     python -m pipelines.ladder headline       train the headline's points anew, into build/ladder/headline
 
@@ -20,6 +22,7 @@ from pathlib import Path
 
 from lowcomm.experiment.project import pick
 from lowcomm.settings import ConfigError
+from pipelines.ladder.fits import PUBLISHED, register
 from pipelines.ladder.headline import retrain
 from pipelines.ladder.plan import LADDER, Ladder, Rung
 from pipelines.ladder.tune import tune
@@ -53,9 +56,10 @@ def link_rungs(ladder: Ladder) -> None:
 
 
 def train(ladder: Ladder, rung: str, workers: Workers) -> None:
-    """Train all results of a rung that are not done, and remove those that the plan no longer has."""
+    """Train all results of a rung that are not done, the headline's rows first; remove those that the plan has not."""
     points = ladder.results_at(rung)
-    todo = [point for point in points if point.read() is None]
+    first = ladder.plan.headline[1]
+    todo = sorted((p for p in points if p.read() is None), key=lambda p: p.row.name not in first)
     print(f"{rung}: {len(points) - len(todo)} of {len(points)} points are done", flush=True)
     one_by_one(todo, workers)
     folder = ladder.results / "points" / rung
@@ -81,17 +85,21 @@ def _line(results: Path, rung: Rung, name: str) -> str:
 def main(argv: list[str] | None = None, ladder: Ladder = LADDER) -> int:
     """Command line; see `--help`."""
     parser = argparse.ArgumentParser(prog="python -m pipelines.ladder", description=__doc__.split("\n")[0])
-    parser.add_argument("what", choices=("prepare", "tune", "train", "list", "headline"))
-    parser.add_argument("rung", nargs="?", help="of plan.yaml; for tune and train")
+    parser.add_argument("what", choices=("prepare", "tune", "train", "predict", "list", "headline"))
+    parser.add_argument("rung", nargs="?", help="of plan.yaml; for tune, train and predict")
     args = parser.parse_args(argv)
-    if (args.rung is None) == (args.what in ("tune", "train")):
+    if (args.rung is None) == (args.what in ("tune", "train", "predict")):
         parser.error(f"{args.what} {'needs' if args.rung is None else 'takes no'} rung")
     try:
         if args.what == "list":
             print(listed(ladder))
             return 0
-        if args.rung is not None:
+        if args.rung is not None and (args.what, args.rung) != ("predict", PUBLISHED):
             pick(ladder.plan.rungs, args.rung, "rung")
+        if args.what == "predict":
+            told = "registered" if register(ladder, args.rung) else "they stand as they were registered before"
+            print(f"predictions of {args.rung}: {told}")
+            return 0
         begin = time.perf_counter()
         prepare(ladder)
         with Workers() as workers:

@@ -23,6 +23,7 @@ import yaml
 from numpy.typing import ArrayLike, NDArray
 
 from lowcomm.model.accounting import parameters
+from lowcomm.model.presets import PRESETS
 from lowcomm.settings import ConfigError
 from pipelines.ladder.plan import Ladder, base_of
 from pipelines.report import Comparison
@@ -236,22 +237,49 @@ def _percent(gap: float) -> float:
     return round(100 * math.expm1(gap), 3)
 
 
-def register(ladder: Ladder, rung: str, published: Mapping[str, float]) -> dict[str, Any]:
-    """Write predictions.yaml: for a rung of which no point has been trained, and for published sizes.
+#: What is predicted besides rungs: gaps at the papers' own smallest sizes.
+PUBLISHED = "published"
 
-    published: names of sizes -> parameters. Raises ConfigError where the rung has points, as that would be no
-    prediction.
+
+def read_predictions(ladder: Ladder) -> dict[str, Any]:
+    """Return what has been registered: of rungs, and of sizes of the papers, by name; nothing where nothing has."""
+    file = ladder.results / "predictions.yaml"
+    return yaml.safe_load(file.read_text()) if file.exists() else {}
+
+
+def register(ladder: Ladder, what: str) -> bool:
+    """Add to predictions.yaml what is expected of a rung, or (`PUBLISHED`) at the papers' sizes that plan.yaml names.
+
+    What has been registered stays as it is, and False is returned. Raises ConfigError for a rung that has points, as
+    what is known is not predicted, and where a smaller rung has no pairs of a row that is predicted.
     """
-    if any((ladder.results / "points" / rung).rglob("*.json")):
-        raise ConfigError(f"points of {rung} have been trained already: what is known is not predicted")
-    plan, cells = ladder.plan, read_cells(ladder)
-    there = plan.rungs[rung]
-    rows = [name for name in there.rows if not name.startswith("data_parallel/")]
-    size = parameters(ladder.configs(rung)[rows[0]].model).total
-    told = {rung: {"parameters": size, "seeds": there.seeds} | {"rows": predict(cells, rows, size, seeds=there.seeds)}}
-    for name, numel in published.items():
-        gaps = {row: [_percent(g) for g in fit_row(cells, row).at(numel)] for row in rows}
-        told[name] = {"parameters": int(numel), "rows": {row: {"gap_pct": gap} for row, gap in gaps.items()}}
+    plan, cells, told = ladder.plan, read_cells(ladder), read_predictions(ladder)
+    if what in told or (what == PUBLISHED and set(plan.published.values()) <= told.keys()):
+        return False
+    if what == PUBLISHED:
+        for name in dict.fromkeys(plan.published.values()):
+            size, rows = parameters(PRESETS[name]).total, [row for row, at in plan.published.items() if at == name]
+            _check_known(ladder, cells, rows, size)
+            gaps = {row: {"gap_pct": [_percent(g) for g in fit_row(cells, row).at(size)]} for row in rows}
+            told[name] = {"parameters": size, "rows": gaps}
+    else:
+        if any((ladder.results / "points" / what).rglob("*.json")):
+            raise ConfigError(f"points of {what} have been trained already: what is known is not predicted")
+        there = plan.rungs[what]
+        rows = [name for name in there.rows if not name.startswith("data_parallel/")]
+        size = parameters(ladder.configs(what)[rows[0]].model).total
+        _check_known(ladder, cells, rows, size)
+        predicted = predict(cells, rows, size, seeds=there.seeds)
+        told[what] = {"parameters": size, "seeds": there.seeds, "rows": predicted}
     file = ladder.results / "predictions.yaml"
     file.write_text(yaml.safe_dump(told, sort_keys=False, default_flow_style=None))
-    return told
+    return True
+
+
+def _check_known(ladder: Ladder, cells: Sequence[Cell], rows: Sequence[str], size: float) -> None:
+    """Raise ConfigError where a rung below a size, which has a row, has no pairs of it yet."""
+    known = {(cell.rung, cell.row) for cell in cells}
+    for rung in ladder.plan.rungs.values():
+        for row in (row for row in rows if row in rung.rows and not rung.gpu and (rung.name, row) not in known):
+            if parameters(ladder.configs(rung.name)[row].model).total < size:
+                raise ConfigError(f"no pairs of {row} at {rung.name}: python -m pipelines.ladder train {rung.name}")

@@ -24,6 +24,7 @@ import yaml
 
 from lowcomm.experiment.config import RunConfig
 from lowcomm.experiment.project import Project, pick
+from lowcomm.model.presets import PRESETS
 from lowcomm.settings import ConfigError, nearest
 from pipelines.project import BUILD, ROOT
 from pipelines.settings import set_values
@@ -63,13 +64,14 @@ class Row:
     """A method of the ladder.
 
     lines: its numbers, in the order in which they are tuned. start: the row whose values it begins with. begin: where
-    lines begin that begin elsewhere in this row.
+    lines begin that begin elsewhere in this row. rungs: those that have it; if empty, all that list no rows.
     """
 
     name: str
     lines: tuple[str, ...] = ()
     start: str = ""
     begin: tuple[tuple[str, float], ...] = ()
+    rungs: tuple[str, ...] = ()
 
     @property
     def run(self) -> str:
@@ -102,6 +104,8 @@ class Plan:
     lines: dict[str, Line]
     #: The rung and its rows of which `make repro` trains a seed anew.
     headline: tuple[str, tuple[str, ...]] = ("", ())
+    #: The size of a paper at which a row's gap is predicted, as a name of `presets.PRESETS`.
+    published: Mapping[str, str] = field(default_factory=dict)
 
     def rung_below(self, rung: str) -> str | None:
         """The rung before one that is tuned too; None for the first."""
@@ -119,15 +123,17 @@ def _only(section: Mapping[str, Any], valid: set[str], where: str) -> None:
 def read_plan(path: Path) -> Plan:
     """Read a plan. Raises ConfigError that names what is unknown or missing."""
     told = yaml.safe_load(path.read_text())
-    _only(told, {"rungs", "rows", "lines", "headline"}, "plan")
+    _only(told, {"rungs", "rows", "lines", "headline", "published"}, "plan")
     lines, rows, rungs = {}, {}, {}
     for name, entry in told["lines"].items():
         _only(entry, {"begin", "factor", "values"}, f"lines.{name}")
         lines[name] = Line(entry["begin"], entry.get("factor", 0.0), tuple(entry.get("values", ())))
     for name, entry in told["rows"].items():
-        _only(entry, {"from", "lines", "begin"}, f"rows.{name}")
-        begin = entry.get("begin", {})
-        row = Row(name, tuple(entry.get("lines", ())), entry.get("from", ""), tuple(begin.items()))
+        _only(entry, {"from", "lines", "begin", "rungs"}, f"rows.{name}")
+        begin, own = entry.get("begin", {}), tuple(entry.get("rungs", ()))
+        row = Row(name, tuple(entry.get("lines", ())), entry.get("from", ""), tuple(begin.items()), own)
+        for rung in own:
+            pick(told["rungs"], rung, f"rung of rows.{name}")
         for line in (*row.lines, *begin):
             pick(lines, line, f"line of rows.{name}")
         if row.start and row.start not in rows:
@@ -135,18 +141,22 @@ def read_plan(path: Path) -> Plan:
         rows[name] = row
     for name, entry in told["rungs"].items():
         _only(entry, {"seeds", "tuned_at", "rows", "gpu"}, f"rungs.{name}")
-        chosen = tuple(entry.get("rows", rows))
+        chosen = tuple(entry.get("rows", (row.name for row in rows.values() if name in (row.rungs or (name,)))))
         for row in chosen:
             pick(rows, row, f"row of rungs.{name}")
         pick(told["rungs"], entry["tuned_at"], f"rung to tune {name} at")
         rungs[name] = Rung(name, entry["seeds"], entry["tuned_at"], chosen, entry.get("gpu", False))
+    published = told.get("published", {})
+    for row, preset in published.items():
+        pick(rows, row, "row of published")
+        pick(PRESETS, preset, f"size of published.{row}")
     if not (shown := told.get("headline")):
-        return Plan(rungs, rows, lines)
+        return Plan(rungs, rows, lines, published=published)
     _only(shown, {"rung", "rows"}, "headline")
     for row in shown["rows"]:
         if row not in pick(rungs, shown["rung"], "rung of the headline").rows:
             raise ConfigError(f"headline.rows has {row!r}, which is no row of rungs.{shown['rung']}")
-    return Plan(rungs, rows, lines, (shown["rung"], tuple(shown["rows"])))
+    return Plan(rungs, rows, lines, (shown["rung"], tuple(shown["rows"])), published)
 
 
 @dataclass(frozen=True)
