@@ -200,7 +200,43 @@ def headline() -> str:
             f" times fewer bytes at H = 30 and ends {ours.over_data_parallel_pct:.1f} % above data-parallel training's"
             " loss."
         )
+    if told := ladder_headline():
+        parts += ["", "![Loss over data-parallel training's against size](results/ladder/gaps.png)", "", told]
     return "\n".join([*parts, "", END_HEADLINE])
+
+
+#: Rows of the ladder that the README tells of.
+LADDER_ROWS = {
+    "diloco/m2": "DiLoCo on 2 replicas",
+    "streaming/h30": "Streaming DiLoCo",
+    "noloco/m4": "NoLoCo on 4",
+    "partial/half": "half of the MLPs on each of 8",
+    "protocol/quarter": "a subspace of a quarter of the width",
+    "together/all": "all four at once",
+}
+
+
+def ladder_headline() -> str:
+    """Say what methods lose at the largest size of the ladder that has several seeds; "" where there are not two sizes.
+
+    Of a method that has fewer there nothing is said.
+    """
+    file = ROOT / "results" / "ladder" / "gaps.csv"
+    rows = pd.read_csv(file) if file.exists() else pd.DataFrame({"parameters": [], "seeds": []})
+    if rows.parameters.nunique() < 2 or not len(several := rows[rows.seeds > 1]):
+        return ""
+    there = several[several.parameters == several.parameters.max()].set_index("method")
+    lost = [
+        f"{name} {r.gap_pct:+.1f} ({r.low_pct:.1f} to {r.high_pct:.1f}) %"
+        for row, name in LADDER_ROWS.items()
+        if row in there.index
+        for r in [there.loc[row]]
+    ]
+    return (
+        f"What methods lose to data-parallel training, all tuned alike, at {there.parameters.iloc[0]:,} parameters and"
+        f" {there.tokens_per_parameter.iloc[0]:.0f} tokens per parameter: {', '.join(lost)}. Bands are fits over sizes,"
+        " carried on to where others have published theirs ([the ladder](results/ladder/README.md))."
+    )
 
 
 def with_blocks(readme: str) -> str:

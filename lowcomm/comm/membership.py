@@ -1,0 +1,396 @@
+"""Membership: which replicas a round is of, agreed through one log, while replicas leave and come back.
+
+What replicas must agree on is written to a log, an entry at a time, by whoever has something to say. The log (a store
+with compare-and-set, or a list between threads) gives entries an order and does nothing else; every replica folds them
+by the same rules (`Roll`), so all that have read as far know the same. There is no coordinator that could be lost.
+
+    Join      a replica takes a slot, or is back in it, and says which round its parameters are of
+    Ready     it has trained its share of a round and can send what it would send
+    Close     whoever is not ready has been waited for long enough
+    Done      it has taken what all other members have sent
+    Lost      somebody does not answer
+    Rollback  nobody is left who has what was committed last
+
+A round gathers until all slots that are awaited are ready, or until it is closed with a quorum of them. Then an attempt
+begins, of exactly those members, who exchange what they have. The round is committed when all of them are done: from
+then on each has the same mean, whatever happens to the others. If one is lost before, another attempt begins without
+it, of what the others still have. Whoever missed a round takes the agreed state from a donor, who must have the latest
+round; so a newcomer is never a donor, and nothing is averaged that is of another history.
+
+A slot is a share of the data. Tokens count when their round is committed, and a slot's next holder continues from
+there: no token of a committed round is counted twice, and what was trained for a round that went on without it is named
+in `Roll.missed`.
+
+`Member` is what a replica does, as generators that ask for one thing at a time (`Look`, `Say`, `Exchange`, `Fetch`) and
+are sent the answer. Whoever drives one gives it a wire: sockets and a store, or a simulation in which a schedule of
+faults can be repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Join:
+    """A replica takes a slot, or is back in it. `version`: the id of the round that its parameters are of, or 0."""
+
+    who: str
+    slot: int
+    version: int
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A replica has trained so many tokens for a round."""
+
+    who: str
+    round: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Close:
+    """An attempt is to begin without those that are not ready."""
+
+    round: int
+    attempt: int
+
+
+@dataclass(frozen=True)
+class Done:
+    """A member of an attempt has taken what all others have sent."""
+
+    who: str
+    round: int
+    attempt: int
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A member of an attempt, or a donor, does not answer; `by` whom it was noticed."""
+
+    who: str
+    round: int
+    attempt: int
+    by: str
+
+
+@dataclass(frozen=True)
+class Rollback:
+    """Nobody has the latest round: go back to the one of id `to`."""
+
+    round: int
+    to: int
+
+
+Entry = Join | Ready | Close | Done | Lost | Rollback
+
+
+@dataclass(frozen=True)
+class Round:
+    """A committed round: who took part in which slots, and the tokens of each, in the order of `members`.
+
+    id: the length of the log when it was committed, which no other round has.
+    """
+
+    id: int
+    attempt: int
+    members: tuple[str, ...]
+    slots: tuple[int, ...]
+    tokens: tuple[int, ...]
+
+
+class Roll:
+    """What the log says so far.
+
+    Args:
+        slots: how many there are; a first round waits for all.
+        quorum: how many members a round needs at least.
+        end: how many rounds there will be; None where that is not known. After the last nothing is gone back on.
+
+    Attributes: `length` of the log so far; `holder` of each slot; `awaited`, the slots that a round waits for;
+    `version` of each replica; `rounds` that are committed; `ready`, the tokens of those who are ready for the round
+    under way; `members` of the attempt under way, none while it gathers; `missed`, (who, round, tokens) of what counts
+    nowhere.
+    """
+
+    def __init__(self, slots: int, quorum: int, end: int | None = None):
+        self.slots, self.quorum, self.end = slots, quorum, end
+        self.length = self.attempt = 0
+        self.holder: dict[int, str] = {}
+        self.slot: dict[str, int] = {}
+        self.awaited = set(range(slots))
+        self.version: dict[str, int] = {}
+        self.rounds: list[Round] = []
+        self.ready: dict[str, int] = {}
+        self.members: tuple[str, ...] = ()
+        self.done: set[str] = set()
+        self.missed: list[tuple[str, int, int]] = []
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """The number of the round under way, and of its attempt."""
+        return len(self.rounds), self.attempt
+
+    @property
+    def latest(self) -> int:
+        """The id of the round that was committed last; 0 before the first."""
+        return self.rounds[-1].id if self.rounds else 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all rounds are committed."""
+        return len(self.rounds) == self.end
+
+    def rounds_of(self, version: int) -> int:
+        """How many rounds parameters of a version contain; -1 where they are of another history."""
+        ids = [0, *(r.id for r in self.rounds)]
+        return ids.index(version) if version in ids else -1
+
+    def tokens(self, slot: int) -> int:
+        """The tokens of a slot that are counted: where its holder continues."""
+        return sum(t for r in self.rounds for s, t in zip(r.slots, r.tokens, strict=True) if s == slot)
+
+    def holds(self, who: str) -> bool:
+        """Whether a replica holds its slot."""
+        return who in self.slot and self.holder[self.slot[who]] == who
+
+    def present(self) -> list[str]:
+        """Those who are awaited."""
+        return sorted(who for slot, who in self.holder.items() if slot in self.awaited)
+
+    def donors(self) -> list[str]:
+        """Those of whom the latest state can be had."""
+        return [who for who in self.present() if self.version[who] == self.latest]
+
+    def take(self, entry: Entry) -> None:
+        """Fold the log's next entry. One that does not fit what is under way, or comes too late, changes nothing."""
+        self.length += 1
+        getattr(self, f"_take_{type(entry).__name__.lower()}")(entry)
+
+    def _take_join(self, entry: Join) -> None:
+        before = self.holder.get(entry.slot)
+        if before is not None and before != entry.who:
+            self._drop(before)
+        self.holder[entry.slot], self.slot[entry.who], self.version[entry.who] = entry.who, entry.slot, entry.version
+        self.awaited.add(entry.slot)
+
+    def _take_ready(self, entry: Ready) -> None:
+        current = self.holds(entry.who) and self.version[entry.who] == self.latest
+        if entry.round == len(self.rounds) and current and not self.members:
+            self.ready[entry.who] = entry.tokens
+            self.awaited.add(self.slot[entry.who])
+            self._begin_if_all_are_ready()
+        else:
+            self.missed.append((entry.who, entry.round, entry.tokens))
+
+    def _take_close(self, entry: Close) -> None:
+        if (entry.round, entry.attempt) == self.key and not self.members and len(self.ready) >= self.quorum:
+            self.awaited = {self.slot[who] for who in self.ready}
+            self._begin_if_all_are_ready()
+
+    def _take_lost(self, entry: Lost) -> None:
+        if (entry.round, entry.attempt) == self.key and self.holds(entry.who):
+            self._drop(entry.who)
+            self._begin_if_all_are_ready()
+
+    def _take_done(self, entry: Done) -> None:
+        if (entry.round, entry.attempt) != self.key or entry.who not in self.members:
+            return
+        self.done.add(entry.who)
+        if self.done == set(self.members):
+            slots, tokens = (tuple(of[who] for who in self.members) for of in (self.slot, self.ready))
+            self.rounds.append(Round(self.length, self.attempt, self.members, slots, tokens))
+            for who in self.members:
+                self.version[who] = self.latest
+            self._gather()
+
+    def _take_rollback(self, entry: Rollback) -> None:
+        there = self.present()
+        if entry.round != len(self.rounds) or self.donors() or len(there) < self.quorum or self.is_over:
+            return
+        most = max(self.rounds_of(self.version[who]) for who in there)
+        if most >= 1 and self.rounds_of(entry.to) == most:
+            del self.rounds[most:]
+            self._gather()
+
+    def _gather(self) -> None:
+        self.ready, self.members, self.done, self.attempt = {}, (), set(), 0
+
+    def _drop(self, who: str) -> None:
+        """Somebody is awaited no more; an attempt that it is a member of is over, and another begins without it."""
+        self.awaited.discard(self.slot[who])
+        if who in self.ready:
+            self.missed.append((who, len(self.rounds), self.ready.pop(who)))
+        if who in self.members:
+            self.attempt += 1
+            self.members, self.done = (), set()
+            self._begin_if_all_are_ready()
+
+    def _begin_if_all_are_ready(self) -> None:
+        waited_for = {self.holder.get(slot) for slot in self.awaited}
+        if not self.members and waited_for <= self.ready.keys() and len(self.ready) >= self.quorum:
+            self.attempt += 1
+            self.members = tuple(sorted(self.ready))
+
+
+@dataclass(frozen=True)
+class Look:
+    """Ask the driver to read on in the log, after a moment. Answer: whether the log could be reached."""
+
+
+@dataclass(frozen=True)
+class Say:
+    """Ask the driver to append an entry to the log, and to read as far. Answer: as of `Look`."""
+
+    entry: Entry
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Ask the driver to give what this replica has ready to all members, and to take theirs.
+
+    Answer: who does not answer, "" where all do. The driver gives up after `Rules.timeout_s`, and as soon as `Roll.key`
+    is not this one any more.
+    """
+
+    key: tuple[int, int]
+    members: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """Ask the driver to take the agreed state from a donor. Answer: its version; None where it does not answer."""
+
+    donor: str
+
+
+Request = Look | Say | Exchange | Fetch
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How long a replica waits, in seconds: for an answer, and for others once a quorum is ready."""
+
+    timeout_s: float = 30.0
+    grace_s: float = 5.0
+
+
+class Member:
+    """What one replica says and waits for.
+
+    Args:
+        who: its name, which no other replica has, nor had an earlier start of it.
+        slot: the share of the data that it takes.
+        roll: what it knows of the log; whoever drives it folds what is read into this.
+        now: its clock, in seconds.
+        rules: how long it waits.
+
+    Attributes: `version`, the id of the round that its parameters are of.
+    """
+
+    def __init__(self, who: str, slot: int, roll: Roll, now: Callable[[], float], rules: Rules):
+        self.who, self.slot, self.roll, self.now, self.rules = who, slot, roll, now, rules
+        self.version = 0
+
+    def join(self, version: int) -> Generator[Request, Any, None]:
+        """Take the slot, with parameters of a version: 0 for those that all begin with, else of a checkpoint's."""
+        self.version = version
+        yield from self._say(Join(self.who, self.slot, version))
+
+    def catch_up(self) -> Generator[Request, Any, bool]:
+        """Come to the latest round: take the agreed state from donors until this replica has it.
+
+        Returns False where the slot has another holder, and where the run is over and nobody is left who has its end.
+        If no donor is left for three time-outs before that, all go back to the latest round that somebody has.
+        """
+        roll, alone_since = self.roll, None
+        while True:
+            while not (yield Look()):
+                pass
+            if not roll.holds(self.who):
+                return False
+            is_awaited = self.slot in roll.awaited
+            if self.version == roll.latest:
+                if is_awaited and roll.version[self.who] == self.version:
+                    return True
+                yield from self._say(Join(self.who, self.slot, self.version))
+                continue
+            if donors := [who for who in roll.donors() if who != self.who]:
+                alone_since, key = None, roll.key
+                donor = donors[(self.slot + roll.length) % len(donors)]
+                version = yield Fetch(donor)
+                if version is None:
+                    yield from self._say(Lost(donor, *key, self.who))
+                elif roll.rounds_of(version) > roll.rounds_of(self.version):
+                    self.version = version
+                    yield from self._say(Join(self.who, self.slot, version))
+                continue
+            if not is_awaited:
+                yield from self._say(Join(self.who, self.slot, self.version))
+            alone_since = self.now() if alone_since is None else alone_since
+            if self.now() - alone_since > 3 * self.rules.timeout_s:
+                if roll.is_over:
+                    return False
+                yield from self._go_back()
+                alone_since = None
+
+    def _go_back(self) -> Generator[Request, Any, None]:
+        roll = self.roll
+        most = max((roll.rounds_of(roll.version[who]) for who in roll.present()), default=0)
+        if most >= 1:
+            yield from self._say(Rollback(len(roll.rounds), roll.rounds[most - 1].id))
+
+    def meet(self, tokens: int) -> Generator[Request, Any, Round | None]:
+        """Take part in the round under way with what was trained on so many tokens.
+
+        Returns the round as it was committed, whose mean is to be applied; None where it went on without this replica,
+        which then has to `catch_up`.
+        """
+        roll, number, me = self.roll, len(self.roll.rounds), self.who
+        yield from self._say(Ready(me, number, tokens))
+        closing = waiting = None
+        while roll.latest == self.version and roll.holds(me):
+            key = roll.key
+            if not roll.members:
+                if me not in roll.ready:
+                    return None
+                enough = len(roll.ready) >= roll.quorum
+                closing = None if not enough else self.now() if closing is None else closing
+                if closing is not None and self.now() - closing > self.rules.grace_s:
+                    closing = None
+                    yield from self._say(Close(*key))
+                else:
+                    yield Look()
+                continue
+            closing = None
+            if waiting is None or waiting[0] != key:
+                waiting = key, self.now()
+                if me in roll.members:
+                    lost = yield Exchange(key, roll.members)
+                    if roll.key == key:
+                        yield from self._say(Lost(lost, *key, me) if lost else Done(me, *key))
+                    waiting = key, self.now()
+                continue
+            # Members report each other soon. An attempt whose members are all gone is ended by one who stands by.
+            patience = self.rules.timeout_s * (1 if me in roll.members else 4)
+            if self.now() - waiting[1] > patience:
+                late = [who for who in roll.members if who not in roll.done and who != me]
+                waiting = key, self.now()
+                if late:
+                    yield from self._say(Lost(late[0], *key, me))
+            else:
+                yield Look()
+        if (kept := roll.rounds_of(self.version)) == number and number < len(roll.rounds):
+            committed = roll.rounds[kept]
+            if me in committed.members and roll.version[me] == committed.id:
+                self.version = committed.id
+                return committed
+        return None
+
+    def _say(self, entry: Entry) -> Generator[Request, Any, None]:
+        while not (yield Say(entry)):
+            pass

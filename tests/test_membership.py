@@ -1,0 +1,173 @@
+"""Membership under faults: whatever happens, all agree bit for bit, and every token is counted once or named."""
+
+from __future__ import annotations
+
+import pytest
+
+from lowcomm.comm import membership
+from lowcomm.comm.membership import Close, Done, Join, Lost, Ready, Roll, Rollback
+from tests.faults import TOKENS, Fault, Faulty, schedule
+
+SLOTS, QUORUM, ROUNDS, SPAN = 4, 2, 12, 40.0
+
+
+def broken(faults: list[Fault], seed: int) -> list[str]:
+    """Let faults happen and return which promises do not hold."""
+    run = Faulty(faults, slots=SLOTS, quorum=QUORUM, rounds=ROUNDS, seed=seed)
+    run.run()
+    roll, found = run.roll(), list(run.wrong)
+    if len(roll.rounds) < ROUNDS:
+        found.append(f"{len(roll.rounds)} of {ROUNDS} rounds")
+    if apart := [version for version, states in run.seen.items() if len(states) > 1]:
+        found.append(f"versions {apart} are not the same for all")
+    if len(set(run.ended.values())) > 1:
+        found.append("the ends differ")
+    if 0 in run.fetched:
+        found.append("a donor was fresh")
+    for slot in range(SLOTS):  # whoever of a round is dead before it has applied it leaves no word of what it trained
+        counted = 0
+        for r in roll.rounds:
+            if slot in r.slots:
+                if run.trained.get((r.id, slot), (counted, 0))[0] != counted:
+                    found.append(f"slot {slot} begins round {r.id} at {run.trained[r.id, slot]}, not at {counted}")
+                counted += TOKENS
+    if any(len(r.members) < QUORUM or len(set(r.slots)) < len(r.slots) for r in roll.rounds):
+        found.append("a round of too few, or of a slot twice")
+    return found
+
+
+def shortest(faults: list[Fault], seed: int) -> list[Fault]:
+    """Leave out faults, one after the other, as long as a promise stays broken."""
+    for fault in list(faults):
+        fewer = [f for f in faults if f is not fault]
+        if broken(fewer, seed):
+            faults = fewer
+    return faults
+
+
+def test_a_thousand_schedules_of_faults() -> None:
+    for seed in range(1000):
+        faults = schedule(seed, SLOTS, SPAN)
+        if found := broken(faults, seed):
+            pytest.fail(f"seed {seed}: {found}; shortest: {shortest(faults, seed)}")
+
+
+def test_without_faults_all_take_part_in_every_round() -> None:
+    run = Faulty([], slots=SLOTS, quorum=QUORUM, rounds=ROUNDS)
+    run.run()
+    roll = run.roll()
+    assert [r.members for r in roll.rounds] == [("0.0", "1.0", "2.0", "3.0")] * ROUNDS
+    assert [roll.tokens(slot) for slot in range(SLOTS)] == [ROUNDS * TOKENS] * SLOTS
+    assert roll.missed == []
+    assert len(run.ended) == SLOTS
+
+
+def test_the_same_seed_is_the_same_run() -> None:
+    logs = []
+    for _ in range(2):
+        run = Faulty(schedule(5, SLOTS, SPAN), slots=SLOTS, quorum=QUORUM, rounds=ROUNDS, seed=5)
+        run.run()
+        logs.append(run.log)
+    assert logs[0] == logs[1]
+
+
+def commit_early(roll: Roll, entry: Done) -> None:
+    """Wrong: a round is committed when all members but one are done."""
+    if (
+        (entry.round, entry.attempt) == roll.key
+        and entry.who in roll.members
+        and len(roll.done) == len(roll.members) - 2
+    ):
+        roll.done |= set(roll.members) - {entry.who}
+    take_done(roll, entry)
+
+
+def forget_nothing(roll: Roll, who: str) -> None:
+    """Wrong: who is lost stays among the ready, and so in the next attempt."""
+    ready = dict(roll.ready)
+    drop(roll, who)
+    roll.ready = ready
+
+
+take_done, drop = Roll._take_done, Roll._drop
+
+
+@pytest.mark.parametrize(("where", "wrong"), [("_take_done", commit_early), ("_drop", forget_nothing)])
+def test_the_search_finds_what_is_planted(where: str, wrong, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Roll, where, wrong)
+    seed = next(seed for seed in range(400) if broken(schedule(seed, SLOTS, SPAN), seed))
+    faults = shortest(schedule(seed, SLOTS, SPAN), seed)
+    assert broken(faults, seed)
+    assert len(faults) <= len(schedule(seed, SLOTS, SPAN))
+
+
+def folded(*entries: membership.Entry, slots: int = 3, quorum: int = 2, end: int | None = None) -> Roll:
+    roll = Roll(slots, quorum, end)
+    for entry in entries:
+        roll.take(entry)
+    return roll
+
+
+JOINED = [Join(who, slot, 0) for slot, who in enumerate("abc")]
+READY = [Ready(who, 0, 10 + i) for i, who in enumerate("abc")]
+
+
+def test_a_round_begins_when_all_are_ready_and_is_committed_when_all_are_done() -> None:
+    roll = folded(*JOINED, *READY[:2])
+    assert not roll.members
+    roll.take(READY[2])
+    assert (roll.members, roll.key) == (("a", "b", "c"), (0, 1))
+    for who in "ab":
+        roll.take(Done(who, 0, 1))
+    assert not roll.rounds
+    roll.take(Done("c", 0, 1))
+    (committed,) = roll.rounds
+    assert (committed.members, committed.slots, committed.tokens) == (("a", "b", "c"), (0, 1, 2), (10, 11, 12))
+    assert roll.latest == committed.id == roll.length == 9
+    assert roll.donors() == ["a", "b", "c"]
+    assert roll.key == (1, 0)
+
+
+def test_a_round_closes_without_the_late_who_are_not_awaited_again_until_they_join() -> None:
+    roll = folded(*JOINED, *READY[:2], Close(0, 0))
+    assert (roll.members, roll.present()) == (("a", "b"), ["a", "b"])
+    roll.take(READY[2])
+    assert roll.missed == [("c", 0, 12)]
+    for who in "ab":
+        roll.take(Done(who, 0, 1))
+    assert roll.donors() == ["a", "b"]
+    roll.take(Join("c", 2, roll.latest))
+    assert roll.present() == ["a", "b", "c"]
+    assert not folded(*JOINED, READY[0], Close(0, 0)).members  # no quorum
+
+
+def test_an_attempt_that_loses_a_member_begins_again_without_it() -> None:
+    roll = folded(*JOINED, *READY, Done("a", 0, 1), Lost("c", 0, 1, "b"))
+    assert (roll.members, roll.key, roll.done, roll.missed) == (("a", "b"), (0, 2), set(), [("c", 0, 12)])
+    roll.take(Done("c", 0, 1))  # too late
+    roll.take(Lost("b", 0, 1, "a"))  # of the attempt that is over
+    assert (roll.members, roll.rounds) == (("a", "b"), [])
+    roll.take(Lost("a", 0, 2, "b"))
+    assert (roll.members, roll.ready) == ((), {"b": 11})  # too few: it gathers again
+
+
+def test_another_start_of_a_replica_takes_its_slot_out_of_the_attempt() -> None:
+    roll = folded(*JOINED, *READY, Join("c2", 2, 0))
+    assert (roll.members, roll.holds("c"), roll.holds("c2")) == (("a", "b"), False, True)
+
+
+def test_all_go_back_only_where_nobody_has_the_latest_round() -> None:
+    done = [Done(who, 0, 1) for who in "abc"]
+    roll = folded(*JOINED, *READY, *done)
+    first = roll.latest
+    for entry in [*(Ready(who, 1, 5) for who in "abc"), *(Done(who, 1, 1) for who in "abc")]:
+        roll.take(entry)
+    roll.take(Rollback(2, first))
+    assert len(roll.rounds) == 2  # all have it
+    for slot, who in enumerate(["a2", "b2", "c2"]):
+        roll.take(Join(who, slot, first))
+    roll.take(Rollback(2, 0))
+    assert len(roll.rounds) == 2  # not as far as that
+    roll.take(Rollback(2, first))
+    assert (len(roll.rounds), roll.latest, roll.tokens(0)) == (1, first, 10)
+    assert roll.rounds_of(15) == -1  # of another history now
