@@ -143,11 +143,11 @@ def test_a_round_closes_without_the_late_who_are_not_awaited_again_until_they_jo
 
 def test_an_attempt_that_loses_a_member_begins_again_without_it() -> None:
     roll = folded(*JOINED, *READY, Done("a", 0, 1), Lost("c", 0, 1, "b"))
-    assert (roll.members, roll.key, roll.done, roll.missed) == (("a", "b"), (0, 2), set(), [("c", 0, 12)])
+    assert (roll.members, roll.key, roll.done, roll.missed) == (("a", "b"), (0, 3), set(), [("c", 0, 12)])
     roll.take(Done("c", 0, 1))  # too late
     roll.take(Lost("b", 0, 1, "a"))  # of the attempt that is over
     assert (roll.members, roll.rounds) == (("a", "b"), [])
-    roll.take(Lost("a", 0, 2, "b"))
+    roll.take(Lost("a", 0, 3, "b"))
     assert (roll.members, roll.ready) == ((), {"b": 11})  # too few: it gathers again
 
 

@@ -113,8 +113,8 @@ class Roll:
 
     Attributes: `length` of the log so far; `holder` of each slot; `awaited`, the slots that a round waits for;
     `version` of each replica; `rounds` that are committed; `ready`, the tokens of those who are ready for the round
-    under way; `members` of the attempt under way, none while it gathers; `missed`, (who, round, tokens) of what counts
-    nowhere.
+    under way; `members` of the attempt under way, none while it gathers; `attempt`, how often the round has begun or
+    lost a member; `missed`, (who, round, tokens) of what counts nowhere.
     """
 
     def __init__(self, slots: int, quorum: int, end: int | None = None):
