@@ -26,18 +26,27 @@ class EncodedMean:
         sections: of `x` in order, owners as indices on the axis.
         members: of the group, as indices on the axis.
         me: this rank's index.
+        weights: of members, in their order, if they are not to weigh alike.
     """
 
     def __init__(
-        self, x: Tensor, codec: Codec, seed: int, sections: Sequence[Section], members: Sequence[int], me: int
+        self,
+        x: Tensor,
+        codec: Codec,
+        seed: int,
+        sections: Sequence[Section],
+        members: Sequence[int],
+        me: int,
+        weights: Sequence[float] | None = None,
     ):
         held = sum(numel for numel, _ in sections)
         if held != x.numel():
             raise ValueError(f"sections hold {held} values, x {x.numel()}")
         self.x, self.members, self.me = x, list(members), me
         parts = x.split([numel for numel, _ in sections])
+        weight = dict(zip(members, weights or [1] * len(members), strict=True))
         self.parts = [
-            _Part(part, codec, [i for i in members if i in owners], len(members), seed + index)
+            _Part(part, codec, {i: weight[i] for i in members if i in owners}, len(members), seed + index)
             for index, (part, (_, owners)) in enumerate(zip(parts, sections, strict=True))
         ]
 
@@ -77,10 +86,11 @@ class EncodedMean:
 
 
 class _Part:
-    """One section of an encoded mean: values `x`, and those members who own them."""
+    """One section of an encoded mean: values `x`, and those members who own them, with their weights."""
 
-    def __init__(self, x: Tensor, codec: Codec, owners: list[int], members: int, seed: int):
-        self.x, self.codec, self.owners, self.seed = x, codec, owners, seed
+    def __init__(self, x: Tensor, codec: Codec, owners: dict[int, float], members: int, seed: int):
+        self.x, self.codec, self.owners, self.seed = x, codec, list(owners), seed
+        self._weights = list(owners.values())
         self.in_shares = encoded_mean_in_shares(x.numel(), codec, members, len(owners))
         bounds = block_shares(x.numel(), codec.block, len(owners)) if self.in_shares else []
         self._bounds = dict(zip(owners, bounds, strict=False))
@@ -114,10 +124,14 @@ class _Part:
             return
         own = self.share(me)
         total = self.codec.decode(messages[0], own.numel())
-        for message in messages[1:]:
+        alike = len(set(self._weights)) == 1
+        weights = [1] * len(messages) if alike else self._weights
+        if not alike:
+            total = total * weights[0]
+        for message, weight in zip(messages[1:], weights[1:], strict=True):
             part = self.codec.decode(message, own.numel())
-            total = torch.add(total, part, out=part)
-        torch.div(total, len(messages), out=own)
+            total = torch.add(total, part, alpha=weight, out=part)
+        torch.div(total, sum(weights), out=own)
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

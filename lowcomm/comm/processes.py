@@ -8,13 +8,13 @@ import queue
 import threading
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lowcomm.comm.notes import Notes
 from lowcomm.comm.transport import HEADER_BYTES, CommError, Consume, Header, Incoming, Outgoing
 
 #: A payload that is consumed as it comes is cut into pieces of this size, and this many of them are on their way
@@ -32,47 +32,6 @@ def _tag(channel: int, payload: Tensor) -> int:
     """A payload's tag says its shape: gloo ends the process when a payload is longer than its buffer, so ranks
     that disagree must miss each other's payloads and meet in the headers, whose tag is the channel alone."""
     return 1 << 30 | zlib.crc32(f"{channel} {payload.dtype} {tuple(payload.shape)}".encode()) >> 2
-
-
-class _Notes:
-    """Notes in torchrun's store, by a thread of their own: where the store does not answer, whoever asks goes on.
-
-    (The machine that it is on may be frozen, or its link cut. A store's own time-outs do not hold then.)
-    """
-
-    def __init__(self, store: dist.Store, within_s: float):
-        self._store, self._within_s = store, within_s
-        self._asked: queue.SimpleQueue[tuple[Future[str | None], Callable[[], str | None]]] = queue.SimpleQueue()
-        self._last: Future[str | None] | None = None
-        threading.Thread(target=self._answer, name="notes", daemon=True).start()
-
-    def _answer(self) -> None:
-        while True:
-            future, call = self._asked.get()
-            try:
-                future.set_result(call())
-            except RuntimeError:  # the store's own process is gone
-                future.set_result(None)
-
-    def _ask(self, call: Callable[[], str | None]) -> str | None:
-        """What the call returns; None where that takes too long. It is carried out even so, when the store is back."""
-        self._last = future = Future()
-        self._asked.put((future, call))
-        try:
-            return future.result(self._within_s)
-        except TimeoutError:
-            return None
-
-    def write(self, key: str, value: str) -> None:
-        """Leave a note."""
-        self._ask(lambda: self._store.set(f"lowcomm/{key}", value))
-
-    def read(self, key: str) -> str | None:
-        """A note; None where there is none, or no answer, for which nobody waits twice."""
-        if self._last is not None and not self._last.done():
-            return None
-        name = f"lowcomm/{key}"
-        return self._ask(lambda: self._store.get(name).decode() if self._store.check([name]) else None)
 
 
 class ProcessTransport:
@@ -99,7 +58,7 @@ class ProcessTransport:
         self.timeout = datetime.timedelta(seconds=timeout_s)
         store, self.rank, self.size = next(iter(dist.rendezvous("env://")))
         # Of a connection of its own: notes are read while other calls block.
-        self._notes = _Notes(store.clone(), min(timeout_s, _ANSWERED_WITHIN_S))
+        self._notes = Notes(store.clone(), min(timeout_s, _ANSWERED_WITHIN_S))
         if self.uses_nccl:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         dist.init_process_group(

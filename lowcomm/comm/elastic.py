@@ -1,0 +1,440 @@
+"""Replicas as processes that may leave and come back: the wire of `membership`.
+
+torch.distributed ends with the first process that dies, so nothing here uses its groups. The log is in a store that
+outlives replicas (`SharedLog`), over a connection that carries nothing else; what replicas send each other goes over
+sockets of their own (`Messenger`), from each to each, and whoever does not answer is named instead of waited for.
+`Elastic` carries out what a `membership.Member` asks for.
+
+Links are assumed to be of a trusted network: nothing is encrypted or authenticated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import asdict, dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowcomm.codecs import Codec
+from lowcomm.comm.encoded import EncodedMean
+from lowcomm.comm.membership import (
+    Close,
+    Done,
+    Entry,
+    Exchange,
+    Fetch,
+    Join,
+    Look,
+    Lost,
+    Member,
+    Ready,
+    Request,
+    Roll,
+    Rollback,
+    Round,
+    Rules,
+    Say,
+)
+from lowcomm.comm.notes import Notes
+from lowcomm.comm.shares import Section
+from lowcomm.comm.transport import CommError
+from lowcomm.comm.wire import Ledger
+from lowcomm.settings import ConfigError
+
+_ENTRIES = {kind.__name__: kind for kind in (Join, Ready, Close, Done, Lost, Rollback)}
+#: Seconds between two looks at the log, and at what has arrived.
+_LOOK_S, _ARRIVED_S = 0.02, 0.5
+_LONGEST_HEADER = 1 << 16
+
+
+class NoAnswer(CommError):
+    """A replica does not answer, or what came from it is damaged. `who` it is."""
+
+    def __init__(self, who: str, why: str):
+        super().__init__(f"{who}: {why}")
+        self.who = who
+
+
+class SharedLog:
+    """The log of `membership` in a store: entry i is the note "log/i", which is written once."""
+
+    def __init__(self, notes: Notes):
+        self._notes = notes
+        self._entries: list[Entry] = []
+
+    def read(self, index: int) -> Entry | None:
+        """The entry at an index; None where the log ends. Raises CommError where the store does not answer."""
+        if index < len(self._entries):
+            return self._entries[index]
+        if (text := self._notes.look(f"log/{index}")) is None:
+            raise CommError("the log does not answer")
+        if text:
+            self._entries.append(_unpacked(text))
+            return self._entries[index]
+        return None
+
+    def append(self, entry: Entry) -> None:
+        """Write an entry at the end, wherever that is. Raises CommError where the store does not answer."""
+        mine = json.dumps([type(entry).__name__, asdict(entry)])
+        while True:
+            while self.read(len(self._entries)) is not None:
+                pass
+            there = self._notes.write_once(f"log/{len(self._entries)}", mine)
+            if there is None:
+                raise CommError("the log does not answer")
+            self._entries.append(_unpacked(there))
+            if there == mine:
+                return
+
+
+def _unpacked(text: str) -> Entry:
+    name, fields = json.loads(text)
+    return _ENTRIES[name](**fields)
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What goes over a socket: whose it is, what it is, and the bytes with their checksum."""
+
+    source: str
+    kind: str
+    key: tuple[int, ...]
+    payload: bytes
+
+    def send(self, to: socket.socket) -> None:
+        """Write it to a socket."""
+        header = {"source": self.source, "kind": self.kind, "key": self.key, "nbytes": len(self.payload)}
+        packed = json.dumps(header | {"crc": zlib.crc32(self.payload)}).encode()
+        to.sendall(struct.pack("!I", len(packed)) + packed)
+        to.sendall(self.payload)
+
+    @classmethod
+    def receive(cls, source: socket.socket) -> tuple[Frame, bool] | None:
+        """Read one from a socket, and whether it is as it was sent; None at the end of the stream, or of sense."""
+        if (size := _exactly(source, 4)) is None:
+            return None
+        (length,) = struct.unpack("!I", size)
+        if length > _LONGEST_HEADER or (packed := _exactly(source, length)) is None:
+            return None
+        try:
+            header = json.loads(packed)
+            who, kind, key = str(header["source"]), str(header["kind"]), tuple(map(int, header["key"]))
+            nbytes, crc = int(header["nbytes"]), int(header["crc"])
+        except (ValueError, KeyError, TypeError):
+            return None
+        if (payload := _exactly(source, nbytes)) is None:
+            return None
+        return cls(who, kind, key, payload), zlib.crc32(payload) == crc
+
+
+def _exactly(source: socket.socket, nbytes: int) -> bytes | None:
+    found = bytearray()
+    while len(found) < nbytes:
+        if not (more := source.recv(min(nbytes - len(found), 1 << 20))):
+            return None
+        found += more
+    return bytes(found)
+
+
+class Messenger:
+    """Sends frames to others by their addresses, and keeps what has come until it is taken.
+
+    Args:
+        who: this replica.
+        host: the interface to listen on.
+        timeout_s: how long the other end may leave bytes untaken.
+        address_of: (host, port) of a replica; None where it is not known.
+        serve: answers a request for the agreed state: bytes; None where there is none to give.
+    """
+
+    def __init__(
+        self,
+        who: str,
+        *,
+        host: str,
+        timeout_s: float,
+        address_of: Callable[[str], tuple[str, int] | None],
+        serve: Callable[[], bytes | None],
+    ):
+        self.who, self.timeout_s, self.serve = who, timeout_s, serve
+        self._address_of = address_of
+        self._arrived = threading.Condition()
+        self._boxes: dict[tuple[str, str, tuple[int, ...]], bytes | None] = {}
+        self._to: dict[str, tuple[socket.socket, threading.Lock]] = {}
+        self._from: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        self._listener = socket.create_server((host, 0))
+        self.address: tuple[str, int] = self._listener.getsockname()[:2]
+        threading.Thread(target=self._accept, name="accept", daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = self._listener.accept()
+                self._from.add(connection)
+                threading.Thread(target=self._read, args=(connection,), name="read", daemon=True).start()
+
+    def _read(self, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):
+            while (found := Frame.receive(connection)) is not None:
+                frame, whole = found
+                if frame.kind == "want":
+                    threading.Thread(target=self._answer, args=(frame,), name="serve", daemon=True).start()
+                    continue
+                with self._arrived:
+                    self._boxes[frame.source, frame.kind, frame.key] = frame.payload if whole else None
+                    self._arrived.notify_all()
+        self._from.discard(connection)
+
+    def _answer(self, frame: Frame) -> None:
+        if (state := self.serve()) is not None:
+            with contextlib.suppress(NoAnswer):
+                self.send(frame.source, "state", frame.key, state)
+
+    def send(self, to: str, kind: str, key: tuple[int, ...], payload: bytes) -> None:
+        """Send a frame. Raises NoAnswer where nobody takes it."""
+        try:
+            connection, lock = self._connected(to)
+            with lock:
+                Frame(self.who, kind, key, payload).send(connection)
+        except OSError as error:
+            with self._lock:
+                if to in self._to:
+                    self._to.pop(to)[0].close()
+            raise NoAnswer(to, f"takes nothing ({error})") from None
+
+    def _connected(self, to: str) -> tuple[socket.socket, threading.Lock]:
+        with self._lock:
+            if to not in self._to:
+                if (address := self._address_of(to)) is None:
+                    raise NoAnswer(to, "has no address")
+                self._to[to] = socket.create_connection(address, self.timeout_s), threading.Lock()
+            return self._to[to]
+
+    def take(self, source: str, kind: str, key: tuple[int, ...], *, until: float, go_on: Callable[[], bool]) -> bytes:
+        """Return what has come, waiting for it.
+
+        until: an instant of the monotonic clock. go_on: asked now and then; where it is False nobody wants it any more.
+        Raises NoAnswer where it does not come, is damaged, or is not wanted.
+        """
+        box = source, kind, key
+        while True:
+            with self._arrived:
+                if box in self._boxes or self._arrived.wait_for(lambda: box in self._boxes, _ARRIVED_S):
+                    if (payload := self._boxes.pop(box)) is None:
+                        raise NoAnswer(source, "its message is damaged")
+                    return payload
+            if not go_on() or time.monotonic() > until:
+                raise NoAnswer(source, "no word from it")
+
+    def forget(self, before: int) -> None:
+        """Let go of what has come for rounds before one, and was not taken."""
+        with self._arrived:
+            for box in [box for box in self._boxes if box[2][0] < before]:
+                del self._boxes[box]
+
+    def close(self) -> None:
+        """Listen no more, and end all connections."""
+        with self._lock:
+            ours = [self._listener, *self._from, *(connection for connection, _ in self._to.values())]
+            self._to.clear()
+        for end in ours:
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)  # which wakes whoever reads or accepts, as closing does not
+            end.close()
+
+
+class _Attempt:
+    """Stands for `axis.Op` in an encoded mean: swaps tensors with the members of an attempt."""
+
+    def __init__(self, elastic: Elastic, request: Exchange, purpose: str):
+        self.elastic, self.request, self.purpose = elastic, request, purpose
+        self.axis = SimpleNamespace(ranks=request.members)
+        self.until = time.monotonic() + elastic.rules.timeout_s
+        self.phase = 0
+
+    def swap(
+        self, out: Sequence[tuple[int, Tensor]], into: Sequence[tuple[int, Tensor | None]], *, agreed: bool = False
+    ) -> list[Tensor]:
+        """Send and take; `into` names the buffer, where there is one. Raises NoAnswer."""
+        messenger, members = self.elastic.messenger, self.request.members
+        key, self.phase = (*self.request.key, self.phase), self.phase + 1
+        for i, x in out:
+            raw = x.contiguous().view(-1).view(torch.uint8).cpu()
+            self.elastic.ledger.bill("replica", self.purpose, self.elastic.step, raw.numel())
+            messenger.send(members[i], "values", key, raw.numpy().tobytes())
+        taken = []
+        for i, buffer in into:
+            raw = messenger.take(members[i], "values", key, until=self.until, go_on=self.elastic.still_at(self.request))
+            x = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+            if buffer is not None:
+                if x.numel() != buffer.numel() * buffer.element_size():
+                    raise NoAnswer(members[i], f"sent {x.numel()} bytes")
+                x = buffer.copy_(x.view(buffer.dtype).view(buffer.shape))
+            taken.append(x)
+        return taken
+
+
+class Elastic:
+    """One replica among those that come and go.
+
+    Args:
+        notes: a store that all replicas reach, and that outlives them.
+        who: its name, which no other start of any replica has.
+        slot: its share of the data.
+        slots, quorum, end: as for `membership.Roll`.
+        rules: how long it waits.
+        host: the interface by which others reach it.
+        serve: gives the agreed state to whoever asks: its version and bytes.
+        load: takes such a state.
+
+    Attributes: `roll`, `ledger`, `step`, to which the ledger bills.
+    """
+
+    def __init__(
+        self,
+        notes: Notes,
+        who: str,
+        slot: int,
+        *,
+        slots: int,
+        quorum: int,
+        serve: Callable[[], tuple[int, bytes]],
+        load: Callable[[bytes], None],
+        end: int | None = None,
+        rules: Rules | None = None,
+        host: str = "127.0.0.1",
+    ):
+        if not 0 <= slot < slots or not 1 <= quorum <= slots:
+            raise ConfigError(f"slot {slot} and a quorum of {quorum} do not go with {slots} slots")
+        self.rules = rules or Rules()
+        self.notes, self.log = notes, SharedLog(notes)
+        self.roll = Roll(slots, quorum, end)
+        self.member = Member(who, slot, self.roll, time.monotonic, self.rules)
+        self.ledger, self.step = Ledger(), 0
+        self._load, self._wants = load, 0
+        self._payload: tuple[Tensor, Codec, int, Callable[[Sequence[int]], list[Section]], str] | None = None
+        self._mean: tuple[tuple[str, ...], Tensor] | None = None
+
+        def packed() -> bytes:
+            version, state = serve()
+            return struct.pack("!q", version) + state
+
+        self.messenger = Messenger(
+            who, host=host, timeout_s=self.rules.timeout_s, address_of=self._address_of, serve=packed
+        )
+        notes.write(f"address/{who}", json.dumps(self.messenger.address))
+
+    def _address_of(self, who: str) -> tuple[str, int] | None:
+        found = self.notes.read(f"address/{who}")
+        return None if found is None else tuple(json.loads(found))
+
+    def join(self, version: int = 0) -> None:
+        """Take the slot, with parameters of a version."""
+        self._drive(self.member.join(version))
+
+    def catch_up(self) -> bool:
+        """As `Member.catch_up`; what is fetched is loaded."""
+        return self._drive(self.member.catch_up())
+
+    def meet(
+        self, x: Tensor, tokens: int, codec: Codec, *, purpose: str, seed: int = 0, sections: Any = None
+    ) -> tuple[Round, Tensor] | None:
+        """Take part in the round under way with flat fp32 values that so many tokens have made.
+
+        Returns the round and the mean over its members, each weighing as its tokens do; None where it went on without
+        this replica. sections: of the slots that take part, as for `EncodedMean`; by default everyone owns all.
+        """
+        self._payload = x, codec, seed, sections or (lambda slots: [(x.numel(), range(len(slots)))]), purpose
+        self._mean = None
+        committed = self._drive(self.member.meet(tokens))
+        self.messenger.forget(len(self.roll.rounds) - 1)
+        if committed is None:
+            return None
+        if self._mean is None or self._mean[0] != committed.members:
+            raise CommError(f"{self.member.who} lacks the mean of a round that it is a member of: {committed.members}")
+        return committed, self._mean[1]
+
+    def close(self) -> None:
+        """End its connections."""
+        self.messenger.close()
+
+    def still_at(self, request: Exchange) -> Callable[[], bool]:
+        """Return what tells whether an attempt is still under way, as far as the log can be read."""
+
+        def told() -> bool:
+            self._read()
+            return self.roll.key == request.key
+
+        return told
+
+    def _drive(self, steps: Generator[Request, Any, Any]) -> Any:
+        answer: Any = None
+        while True:
+            try:
+                request = steps.send(answer)
+            except StopIteration as end:
+                return end.value
+            if isinstance(request, Exchange):
+                answer = self._exchange(request)
+            elif isinstance(request, Fetch):
+                answer = self._fetch(request.donor)
+            elif isinstance(request, Say):
+                answer = self._say(request.entry)
+            else:
+                assert isinstance(request, Look)
+                time.sleep(_LOOK_S)
+                answer = self._read()
+
+    def _read(self) -> bool:
+        try:
+            while (entry := self.log.read(self.roll.length)) is not None:
+                self.roll.take(entry)
+        except CommError:
+            return False
+        return True
+
+    def _say(self, entry: Entry) -> bool:
+        try:
+            self.log.append(entry)
+        except CommError:
+            time.sleep(_LOOK_S)
+            return False
+        return self._read()
+
+    def _exchange(self, request: Exchange) -> str:
+        x, codec, seed, sections, purpose = self._payload
+        slots = [self.roll.slot[who] for who in request.members]
+        tokens = [self.roll.ready[who] for who in request.members]
+        me = request.members.index(self.member.who)
+        mean = EncodedMean(x.clone(), codec, seed, sections(slots), range(len(slots)), me, weights=tokens)
+        try:
+            values = mean.alone() if len(slots) == 1 else mean.over(_Attempt(self, request, purpose))
+        except NoAnswer as error:
+            return error.who
+        self._mean = request.members, values
+        return ""
+
+    def _fetch(self, donor: str) -> int | None:
+        self._wants += 1
+        key = (len(self.roll.rounds), self._wants)
+        until = time.monotonic() + self.rules.timeout_s
+        try:
+            self.messenger.send(donor, "want", key, b"")
+            raw = self.messenger.take(donor, "state", key, until=until, go_on=lambda: True)
+        except NoAnswer:
+            return None
+        (version,) = struct.unpack("!q", raw[:8])
+        if self.roll.rounds_of(version) > self.roll.rounds_of(self.member.version):
+            self._load(raw[8:])
+        return version

@@ -1,0 +1,265 @@
+"""Replicas that come and go, over sockets and a real store: threads where nothing dies, else processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lowcomm.codecs import make_codec
+from lowcomm.comm.elastic import Elastic, Messenger, NoAnswer, SharedLog
+from lowcomm.comm.membership import Join, Lost, Ready, Rules
+from lowcomm.comm.notes import Notes
+from lowcomm.comm.shares import encoded_mean_bytes
+from tests.harness import clean_environment
+
+QUICK = Rules(timeout_s=2.0, grace_s=0.5)
+
+
+@pytest.fixture
+def store() -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))
+
+
+@pytest.fixture
+def toy(store: dist.TCPStore) -> Iterator[Callable[..., Toy]]:
+    """Makes replicas, whose connections end with the test."""
+    made = []
+
+    def make(who: str, slot: int, **grid: int) -> Toy:
+        made.append(Toy(notes_of(store), who, slot, **grid))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.elastic.close()
+
+
+def notes_of(store: dist.TCPStore) -> Notes:
+    return Notes(dist.TCPStore("127.0.0.1", store.port, timeout=timedelta(seconds=10)), 5.0)
+
+
+class Toy:
+    """A replica whose parameters go towards tokens that are a function of its slot and their index."""
+
+    def __init__(self, notes: Notes, who: str, slot: int, *, slots: int, quorum: int, end: int, numel: int = 500):
+        self.agreed, self.momentum = torch.zeros(numel), torch.zeros(numel)
+        self.slot, self.version, self.lock = slot, 0, threading.Lock()
+        self.told: list[dict] = []
+        grid = {"slots": slots, "quorum": quorum, "end": end, "rules": QUICK}
+        self.elastic = Elastic(notes, who, slot, serve=self.serve, load=self.load, **grid)
+
+    def serve(self) -> tuple[int, bytes]:
+        with self.lock:
+            return self.version, torch.cat([self.agreed, self.momentum]).numpy().tobytes()
+
+    def load(self, raw: bytes) -> None:
+        with self.lock:
+            both = torch.frombuffer(bytearray(raw), dtype=torch.float32)
+            self.agreed, self.momentum = (part.clone() for part in both.chunk(2))
+
+    def delta(self, tokens: int, counted: int) -> Tensor:
+        theta = self.agreed.clone()
+        for index in range(counted, counted + tokens):
+            generator = torch.Generator().manual_seed(self.slot * 100_003 + index)
+            theta += 0.1 * (1 + torch.randn(theta.numel(), generator=generator) - theta)
+        return self.agreed - theta
+
+    def run(self, *, tokens: int = 5, codec: str = "fp32", step_s: float = 0.0) -> list[dict]:
+        """Train to the end; returns what each round was."""
+        elastic = self.elastic
+        elastic.join()
+        while elastic.catch_up():
+            self.version = elastic.member.version
+            if elastic.roll.is_over:
+                break
+            delta = self.delta(tokens, elastic.roll.tokens(self.slot))
+            time.sleep(step_s)
+            if (met := elastic.meet(delta, tokens, make_codec(codec), purpose="outer")) is not None:
+                committed, mean = met
+                with self.lock:
+                    self.momentum = 0.5 * self.momentum + mean
+                    self.agreed = self.agreed - 0.7 * self.momentum
+                    self.version = committed.id
+                self.told.append({"members": committed.members, "digest": float(self.agreed.double().sum())})
+        return self.told
+
+
+def in_threads(*bodies: Callable[[], object]) -> list:
+    found: list = [None] * len(bodies)
+
+    def run(i: int) -> None:
+        found[i] = bodies[i]()
+
+    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(len(bodies))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    return found
+
+
+@pytest.mark.parametrize("codec", ["fp32", "e3m0"])
+def test_without_faults_rounds_are_means_of_all(toy: Callable[..., Toy], codec: str) -> None:
+    toys = [toy(f"{s}.0", s, slots=3, quorum=2, end=4) for s in range(3)]
+    told = in_threads(*(lambda one=one: one.run(codec=codec) for one in toys))
+    assert told[0] == told[1] == told[2]
+    assert [row["members"] for row in told[0]] == [("0.0", "1.0", "2.0")] * 4
+    alone = toy("x", 0, slots=3, quorum=2, end=4)
+    for number in range(4):
+        deltas = []
+        for slot in range(3):
+            alone.slot = slot
+            deltas.append(make_codec(codec).decode(make_codec(codec).encode(alone.delta(5, 5 * number), 0), 500))
+        alone.momentum = 0.5 * alone.momentum + (deltas[0] + deltas[1] + deltas[2]) / 3
+        alone.agreed = alone.agreed - 0.7 * alone.momentum
+    assert torch.equal(alone.agreed, toys[0].agreed)
+    sent = toys[0].elastic.ledger.total("replica", "outer")
+    assert sent == 4 * encoded_mean_bytes(500, make_codec(codec), 3, 0)
+
+
+def test_members_weigh_as_the_tokens_they_trained_on(toy: Callable[..., Toy]) -> None:
+    toys = [toy(f"{s}.0", s, slots=2, quorum=2, end=1) for s in range(2)]
+    in_threads(lambda: toys[0].run(tokens=3), lambda: toys[1].run(tokens=9))
+    deltas = [toy(f"x{s}", s, slots=2, quorum=2, end=1).delta(n, 0) for s, n in enumerate((3, 9))]
+    assert torch.equal(toys[0].agreed, toys[1].agreed)
+    torch.testing.assert_close(toys[0].agreed, -0.7 * (deltas[0] + 3 * deltas[1]) / 4)
+
+
+def test_the_log_is_one_whoever_writes(store: dist.TCPStore) -> None:
+    logs = [SharedLog(notes_of(store)) for _ in range(3)]
+
+    def write(i: int) -> None:
+        for n in range(20):
+            logs[i].append(Ready(str(i), n, n))
+
+    in_threads(*(lambda i=i: write(i) for i in range(3)))
+    found = []
+    for log in logs:
+        entries = []
+        while (entry := log.read(len(entries))) is not None:
+            entries.append(entry)
+        found.append(entries)
+    assert found[0] == found[1] == found[2]
+    assert len(found[0]) == 60
+    for i in range(3):
+        assert [e.round for e in found[0] if e.who == str(i)] == list(range(20))
+
+
+def test_frames_that_are_damaged_are_no_answers() -> None:
+    a, b = (
+        Messenger(who, host="127.0.0.1", timeout_s=1.0, address_of=lambda who: places.get(who), serve=lambda: b"state")
+        for who in "ab"
+    )
+    places = {"a": a.address, "b": b.address}
+    a.send("b", "values", (0, 1, 0), b"whole")
+
+    def soon() -> float:
+        return time.monotonic() + 1
+
+    assert b.take("a", "values", (0, 1, 0), until=soon(), go_on=lambda: True) == b"whole"
+    with socket.create_connection(b.address) as raw:
+        packed = json.dumps({"source": "a", "kind": "values", "key": [0, 2, 0], "nbytes": 3, "crc": 1}).encode()
+        raw.sendall(len(packed).to_bytes(4, "big") + packed + b"abc")
+        with pytest.raises(NoAnswer, match="a: its message is damaged"):
+            b.take("a", "values", (0, 2, 0), until=soon(), go_on=lambda: True)
+        raw.sendall(b"\xff" * 100)  # no header: the connection ends, and nothing else
+    with pytest.raises(NoAnswer, match="a: no word from it"):
+        b.take("a", "values", (0, 3, 0), until=time.monotonic(), go_on=lambda: True)
+    with pytest.raises(NoAnswer, match="c: has no address"):
+        a.send("c", "values", (0, 1, 0), b"")
+    a.send("b", "want", (7, 1), b"")
+    assert a.take("b", "state", (7, 1), until=soon(), go_on=lambda: True) == b"state"
+    b.close()
+
+    def keep_on() -> None:
+        for _ in range(100):  # the first may still find room on this side
+            a.send("b", "values", (0, 1, 0), b"x" * 100_000)
+            time.sleep(0.01)
+
+    with pytest.raises(NoAnswer, match="b: takes nothing"):
+        keep_on()
+    a.close()
+
+
+CHILD = """
+import json, sys
+from pathlib import Path
+from datetime import timedelta
+import torch, torch.distributed as dist
+from lowcomm.comm.notes import Notes
+from lowcomm.comm.shares import encoded_mean_bytes
+from tests.test_elastic import Toy
+torch.set_num_threads(1)
+port, who, slot, out = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), Path(sys.argv[4])
+notes = Notes(dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=10)), 5.0)
+toy = Toy(notes, who, slot, slots=4, quorum=2, end=40)
+rounds = toy.run(step_s=0.15)
+missed = toy.elastic.roll.missed
+out.write_text(json.dumps({"rounds": rounds, "missed": missed, "all": [r.members for r in toy.elastic.roll.rounds]}))
+"""
+
+
+@pytest.mark.longest
+@pytest.mark.skipif(sys.platform != "linux", reason="sends signals")
+def test_a_run_outlives_a_kill_and_a_pause(store: dist.TCPStore, tmp_path: Path) -> None:
+    """Of four processes one is killed and comes back as another, and one stands still for longer than others wait."""
+
+    def begin(who: str, slot: int) -> subprocess.Popen:
+        words = [sys.executable, "-c", CHILD, str(store.port), who, str(slot), str(tmp_path / f"{who}.json")]
+        return subprocess.Popen(words, env=clean_environment())
+
+    log = SharedLog(notes_of(store))
+
+    def wait_for(what: Callable[[list], bool]) -> None:
+        deadline = time.monotonic() + 120
+        entries: list = []
+        while not what(entries):
+            assert time.monotonic() < deadline
+            if (entry := log.read(len(entries))) is not None:
+                entries.append(entry)
+            else:
+                time.sleep(0.02)
+
+    children = {f"{slot}.0": begin(f"{slot}.0", slot) for slot in range(4)}
+    try:
+        wait_for(lambda log: sum(type(e).__name__ == "Done" for e in log) >= 12)
+        children["1.0"].kill()
+        os.kill(children["2.0"].pid, signal.SIGSTOP)
+        wait_for(lambda log: {"1.0", "2.0"} <= {e.who for e in log if isinstance(e, Lost)} or _closed(log))
+        children["1.1"] = begin("1.1", 1)
+        os.kill(children["2.0"].pid, signal.SIGCONT)
+        wait_for(lambda log: any(isinstance(e, Join) and e.who == "1.1" and e.version for e in log))
+        for who, child in children.items():
+            assert child.wait(120) == (-signal.SIGKILL if who == "1.0" else 0), who
+    finally:
+        for child in children.values():
+            child.kill()
+    told = {who: json.loads((tmp_path / f"{who}.json").read_text()) for who in children if who != "1.0"}
+    rounds = told["0.0"]["all"]
+    assert len(rounds) == 40
+    assert all(t["all"] == rounds for t in told.values())
+    assert [m for m in rounds if "1.0" in m]
+    assert [m for m in rounds if len(m) == 2]  # two went on
+    assert "1.1" in rounds[-1]
+    assert "2.0" in rounds[-1]
+    ends = {t["rounds"][-1]["digest"] for t in told.values()}
+    assert len(ends) == 1
+
+
+def _closed(log: list) -> bool:
+    return any(type(e).__name__ == "Close" for e in log[-8:])
