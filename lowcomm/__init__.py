@@ -16,7 +16,7 @@
 
 It takes any module, any inner optimizer, any loop: H counts steps of the inner optimizer, so micro-batches and gradient
 accumulation stay the loop's own affair. `lowcomm.run_threads(fn, replicas=4)` runs as many ranks in one process, for a
-notebook or a test.
+notebook or a test. Where machines leave and come back, `lowcomm.ElasticUpdates` goes on with whoever is there.
 
 Rooms, each of which imports those before it alone: `model`, `codecs`, `comm`, `methods`, `experiment`, `cost`.
 """
@@ -28,10 +28,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lowcomm.comm.config import CommConfig
+    from lowcomm.comm.membership import Rules
+    from lowcomm.comm.processes import elastic_store
     from lowcomm.comm.start import run_threads, world
     from lowcomm.comm.transport import CommError
     from lowcomm.comm.world import World
     from lowcomm.methods.config import BoundaryConfig, MethodConfig
+    from lowcomm.methods.elastic import ElasticUpdates
     from lowcomm.methods.engine import DataParallel
     from lowcomm.methods.local_updates import LocalUpdates
     from lowcomm.methods.named import DiLoCo, FederatedAveraging, NoLoCo, StreamingDiLoCo
@@ -51,14 +54,17 @@ _PUBLIC = {
     "DataParallel": "methods.engine",
     "Decoder": "model.decoder",
     "DiLoCo": "methods.named",
+    "ElasticUpdates": "methods.elastic",
     "FederatedAveraging": "methods.named",
     "LocalUpdates": "methods.local_updates",
     "MethodConfig": "methods.config",
     "ModelConfig": "model.config",
     "NoLoCo": "methods.named",
     "Plan": "methods.plan",
+    "Rules": "comm.membership",
     "StreamingDiLoCo": "methods.named",
     "World": "comm.world",
+    "elastic_store": "comm.processes",
     "load_folder": "model.huggingface",
     "run_threads": "comm.start",
     "save_folder": "model.huggingface",
@@ -74,14 +80,17 @@ __all__ = [
     "DataParallel",
     "Decoder",
     "DiLoCo",
+    "ElasticUpdates",
     "FederatedAveraging",
     "LocalUpdates",
     "MethodConfig",
     "ModelConfig",
     "NoLoCo",
     "Plan",
+    "Rules",
     "StreamingDiLoCo",
     "World",
+    "elastic_store",
     "load_folder",
     "run_threads",
     "save_folder",

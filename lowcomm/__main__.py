@@ -1,4 +1,4 @@
-"""The command `lowcomm`: train runs, list them, prepare their corpora, ask which method suits some machines."""
+"""The command `lowcomm`: train runs, list them, prepare corpora, ask which method suits some machines, keep a store."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ COMMANDS = {
     "runs": ("lowcomm.__main__", "list the runs of params.yaml, and what is trained of them", "train"),
     "prepare": ("lowcomm.__main__", "prepare a corpus of params.yaml", "train"),
     "plan": ("lowcomm.cost.planner", "which method for which machines: time, bytes, memory and loss", "plan"),
+    "store": ("lowcomm.__main__", "keep the store by which elastic replicas agree on who takes part", ""),
 }
 
 
@@ -36,6 +37,24 @@ def _prepare(words: Sequence[str]) -> int:
     return 0
 
 
+def _store(words: Sequence[str]) -> int:
+    import signal
+    import threading
+
+    from lowcomm.comm.processes import elastic_store
+
+    parser = argparse.ArgumentParser(prog="lowcomm store", description=COMMANDS["store"][1])
+    parser.add_argument("port", type=int, help="0: any that is free")
+    args = parser.parse_args(words)
+    told_to_end = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: told_to_end.set())
+    store = elastic_store(f"0.0.0.0:{args.port}", hosts=True)
+    print(f"a store for elastic replicas, on port {store.port}; Ctrl-C ends it", flush=True)
+    told_to_end.wait()
+    return 0
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; see `--help`. Each command has a `--help` of its own."""
     words = list(sys.argv[1:] if argv is None else argv)
@@ -47,8 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     name, *rest = words
     module, _, extra = COMMANDS[name]
     try:
-        if name in ("runs", "prepare"):
-            return (_runs if name == "runs" else _prepare)(rest)
+        if here := {"runs": _runs, "prepare": _prepare, "store": _store}.get(name):
+            return here(rest)
         return importlib.import_module(module).main(rest)
     except ConfigError as error:
         print(error, file=sys.stderr)

@@ -62,11 +62,11 @@ class Toy:
         grid = {"slots": slots, "quorum": quorum, "end": end, "rules": QUICK}
         self.elastic = Elastic(notes, who, slot, serve=self.serve, load=self.load, **grid)
 
-    def serve(self) -> tuple[int, bytes]:
+    def serve(self, wanted: int) -> tuple[int, bytes]:
         with self.lock:
             return self.version, torch.cat([self.agreed, self.momentum]).numpy().tobytes()
 
-    def load(self, raw: bytes) -> None:
+    def load(self, version: int, raw: bytes) -> None:
         with self.lock:
             both = torch.frombuffer(bytearray(raw), dtype=torch.float32)
             self.agreed, self.momentum = (part.clone() for part in both.chunk(2))
@@ -162,7 +162,13 @@ def test_the_log_is_one_whoever_writes(store: dist.TCPStore) -> None:
 
 def test_frames_that_are_damaged_are_no_answers() -> None:
     a, b = (
-        Messenger(who, host="127.0.0.1", timeout_s=1.0, address_of=lambda who: places.get(who), serve=lambda: b"state")
+        Messenger(
+            who,
+            host="127.0.0.1",
+            timeout_s=1.0,
+            address_of=lambda who: places.get(who),
+            serve=lambda wanted: b"state of %d" % wanted,
+        )
         for who in "ab"
     )
     places = {"a": a.address, "b": b.address}
@@ -182,8 +188,8 @@ def test_frames_that_are_damaged_are_no_answers() -> None:
         b.take("a", "values", (0, 3, 0), until=time.monotonic(), go_on=lambda: True)
     with pytest.raises(NoAnswer, match="c: has no address"):
         a.send("c", "values", (0, 1, 0), b"")
-    a.send("b", "want", (7, 1), b"")
-    assert a.take("b", "state", (7, 1), until=soon(), go_on=lambda: True) == b"state"
+    a.send("b", "want", (7, 1), (3).to_bytes(8, "big"))
+    assert a.take("b", "state", (7, 1), until=soon(), go_on=lambda: True) == b"state of 3"
     b.close()
 
     def keep_on() -> None:

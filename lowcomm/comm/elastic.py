@@ -154,7 +154,7 @@ class Messenger:
         host: the interface to listen on.
         timeout_s: how long the other end may leave bytes untaken.
         address_of: (host, port) of a replica; None where it is not known.
-        serve: answers a request for the agreed state: bytes; None where there is none to give.
+        serve: answers a request for the agreed state of a version or a later one: bytes; None where it has none.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class Messenger:
         host: str,
         timeout_s: float,
         address_of: Callable[[str], tuple[str, int] | None],
-        serve: Callable[[], bytes | None],
+        serve: Callable[[int], bytes | None],
     ):
         self.who, self.timeout_s, self.serve = who, timeout_s, serve
         self._address_of = address_of
@@ -197,7 +197,7 @@ class Messenger:
         self._from.discard(connection)
 
     def _answer(self, frame: Frame) -> None:
-        if (state := self.serve()) is not None:
+        if len(frame.payload) == 8 and (state := self.serve(*struct.unpack("!q", frame.payload))) is not None:
             with contextlib.suppress(NoAnswer):
                 self.send(frame.source, "state", frame.key, state)
 
@@ -295,8 +295,9 @@ class Elastic:
         slots, quorum, end: as for `membership.Roll`.
         rules: how long it waits.
         host: the interface by which others reach it.
-        serve: gives the agreed state to whoever asks: its version and bytes.
-        load: takes such a state.
+        serve: gives the agreed state to whoever asks: its version and bytes. It is told the version that is wanted, for
+            which it may wait a while; None where it has none as late.
+        load: takes such a state, with its version.
 
     Attributes: `roll`, `ledger`, `step`, to which the ledger bills.
     """
@@ -309,8 +310,8 @@ class Elastic:
         *,
         slots: int,
         quorum: int,
-        serve: Callable[[], tuple[int, bytes]],
-        load: Callable[[bytes], None],
+        serve: Callable[[int], tuple[int, bytes] | None],
+        load: Callable[[int, bytes], None],
         end: int | None = None,
         rules: Rules | None = None,
         host: str = "127.0.0.1",
@@ -326,8 +327,10 @@ class Elastic:
         self._payload: tuple[Tensor, Codec, int, Callable[[Sequence[int]], list[Section]], str] | None = None
         self._mean: tuple[tuple[str, ...], Tensor] | None = None
 
-        def packed() -> bytes:
-            version, state = serve()
+        def packed(wanted: int) -> bytes | None:
+            if (found := serve(wanted)) is None:
+                return None
+            version, state = found
             return struct.pack("!q", version) + state
 
         self.messenger = Messenger(
@@ -365,6 +368,12 @@ class Elastic:
             raise CommError(f"{self.member.who} lacks the mean of a round that it is a member of: {committed.members}")
         return committed, self._mean[1]
 
+    def wait_for_the_late(self) -> None:
+        """After the last round: stay as a donor until all who are present have it, or for as long as a time-out."""
+        until = time.monotonic() + self.rules.timeout_s
+        while time.monotonic() < until and not (self.read() and self.roll.donors() == self.roll.present()):
+            time.sleep(_LOOK_S)
+
     def close(self) -> None:
         """End its connections."""
         self.messenger.close()
@@ -373,7 +382,7 @@ class Elastic:
         """Return what tells whether an attempt is still under way, as far as the log can be read."""
 
         def told() -> bool:
-            self._read()
+            self.read()
             return self.roll.key == request.key
 
         return told
@@ -394,9 +403,10 @@ class Elastic:
             else:
                 assert isinstance(request, Look)
                 time.sleep(_LOOK_S)
-                answer = self._read()
+                answer = self.read()
 
-    def _read(self) -> bool:
+    def read(self) -> bool:
+        """Read on in the log; False where it cannot be reached."""
         try:
             while (entry := self.log.read(self.roll.length)) is not None:
                 self.roll.take(entry)
@@ -410,7 +420,7 @@ class Elastic:
         except CommError:
             time.sleep(_LOOK_S)
             return False
-        return self._read()
+        return self.read()
 
     def _exchange(self, request: Exchange) -> str:
         x, codec, seed, sections, purpose = self._payload
@@ -430,11 +440,11 @@ class Elastic:
         key = (len(self.roll.rounds), self._wants)
         until = time.monotonic() + self.rules.timeout_s
         try:
-            self.messenger.send(donor, "want", key, b"")
+            self.messenger.send(donor, "want", key, struct.pack("!q", self.roll.latest))
             raw = self.messenger.take(donor, "state", key, until=until, go_on=lambda: True)
         except NoAnswer:
             return None
         (version,) = struct.unpack("!q", raw[:8])
         if self.roll.rounds_of(version) > self.roll.rounds_of(self.member.version):
-            self._load(raw[8:])
+            self._load(version, raw[8:])
         return version

@@ -31,10 +31,13 @@ class Notes:
     Args:
         store: with a connection of its own, as notes are read while other calls block.
         within_s: how long an answer is waited for, in seconds.
+
+    Attributes: `port` of the store, where that is known.
     """
 
     def __init__(self, store: KeyValueStore, within_s: float):
         self._store, self._within_s = store, within_s
+        self.port = 0
         self._asked: queue.SimpleQueue[tuple[Future[str | None], Callable[[], str | None]]] = queue.SimpleQueue()
         self._last: Future[str | None] | None = None
         threading.Thread(target=self._answer, name="notes", daemon=True).start()

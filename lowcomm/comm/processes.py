@@ -16,12 +16,38 @@ from torch import Tensor
 
 from lowcomm.comm.notes import Notes
 from lowcomm.comm.transport import HEADER_BYTES, CommError, Consume, Header, Incoming, Outgoing
+from lowcomm.settings import ConfigError
 
 #: A payload that is consumed as it comes is cut into pieces of this size, and this many of them are on their way
 #: from each peer: small enough that a piece is summed while it is still in the cache.
 PIECE_BYTES, PIECES_AHEAD = 2 << 20, 4
 #: The store answers in less than a thousandth of this where all is well.
 _ANSWERED_WITHIN_S = 5.0
+
+
+def elastic_store(address: str, *, hosts: bool = False, timeout_s: float = 30.0) -> Notes:
+    """The store through which elastic replicas agree on who takes part (`lowcomm.ElasticUpdates`).
+
+    Args:
+        address: "host:port" of the store, on a machine that stays (`lowcomm store PORT` there keeps one).
+        hosts: keep the store in this process, with which it ends; port 0 is any that is free.
+        timeout_s: how long the store is waited for when it is asked.
+
+    Raises ConfigError for what is no address, CommError where there is no store.
+    """
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdecimal() or int(port) >= 1 << 16:
+        raise ConfigError(f"{address!r} is no address of a store: HOST:PORT is wanted, as head:29400")
+    try:
+        found = dist.TCPStore(
+            host, int(port), is_master=hosts, wait_for_workers=False, timeout=datetime.timedelta(seconds=timeout_s)
+        )
+    except RuntimeError as error:
+        why = str(error).splitlines()[0]
+        raise CommError(f"no store of elastic replicas at {address}: {why} (lowcomm store {port} starts one)") from None
+    notes = Notes(found, min(timeout_s, _ANSWERED_WITHIN_S))
+    notes.port = found.port
+    return notes
 
 
 def _bytes_of(x: Tensor) -> Tensor:

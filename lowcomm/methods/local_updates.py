@@ -147,10 +147,18 @@ class FragmentState:
             change(self.values(flat))
         self._state.release(changed=True)
 
+    def outer_state(self) -> dict[str, Tensor]:
+        """The parameters last agreed and the outer optimizer's buffers, by name. Not to be written."""
+        return self._state.read()
+
+    def put_outer_state(self, state: Mapping[str, Tensor]) -> None:
+        """Put back what `outer_state` gave."""
+        self._state.load(state)
+
     def state_dict(self, world: World) -> dict[str, Tensor]:
         """Outer state, what was under way, and the counts."""
         return {
-            **self._state.read(),
+            **self.outer_state(),
             **self.arrived(world),
             "due": torch.tensor(self.due),
             "turns": torch.tensor(self.turns),
@@ -158,7 +166,7 @@ class FragmentState:
 
     def load_state_dict(self, state: Mapping[str, Tensor], world: World) -> None:
         """Put back what `state_dict` gave."""
-        self._state.load(state)
+        self.put_outer_state(state)
         for name in ("under_way", "peers"):
             there = state.get(name)
             setattr(self, name, None if there is None else world.done(there.to(world.device)))

@@ -1,0 +1,294 @@
+"""Local updates of replicas that may leave and come back: DiLoCo and Streaming DiLoCo that outlive their workers.
+
+Every turn of a fragment is a round of `lowcomm.comm.membership`: those who are there average, each weighing as the
+tokens that it has trained on since the round before, and none waits for one that does not answer. A replica that was
+killed, cut off or too slow comes back with the parameters last agreed and the outer state of one that has the latest
+round, while the others go on.
+
+    store = lowcomm.elastic_store("head:29400")             kept there by `lowcomm store 29400`
+    sync = lowcomm.ElasticUpdates(model, store, slot=2, slots=8, steps=10_000, sync_every_steps=30)
+    while sync.is_training:
+        batch = data.batch(slot=sync.slot, after=sync.tokens_read)
+        loss(model, batch).backward()
+        optimizer.step(); optimizer.zero_grad()
+        sync.step(tokens=batch.numel())
+    sync.finish()
+
+A slot is a share of the data, `tokens_read` how much of it is used, and `steps_done` the step of the run. These go on
+where the run is when a replica joins, so a loop needs no other change. The round's mean, the outer step and what
+travels are those of `LocalUpdates`: as long as nobody leaves, runs of both agree bit for bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import safetensors.torch
+from torch import Tensor, nn
+
+from lowcomm.codecs import message_seed
+from lowcomm.comm.elastic import Elastic
+from lowcomm.comm.membership import Round, Rules
+from lowcomm.comm.notes import Notes
+from lowcomm.comm.transport import CommError
+from lowcomm.methods.config import MethodConfig
+from lowcomm.methods.engine import holding, named_parameters
+from lowcomm.methods.local_updates import FragmentState, LocalUpdates, with_settings
+from lowcomm.methods.outer_state import unflatten_into
+from lowcomm.methods.plan import OUTER, Plan
+from lowcomm.settings import ConfigError, first_difference
+
+#: What happens to others, seen from one: the slots that a round has no more, or has again.
+Event = Callable[[Round, tuple[int, ...]], None]
+
+
+class ElasticUpdates:
+    """Local updates of one replica among those that come and go.
+
+    Args:
+        model: any module, or parameters by name; those that want no gradient are left alone. All replicas that are
+            there before the first round must begin alike.
+        notes: a store that all replicas reach and that outlives them (`elastic_store`).
+        slot: this replica's share of the data, from 0. Another start of a replica takes the same slot.
+        slots: how many there are; the first round waits for all of them, if not for longer than the grace window.
+        steps: of the whole run.
+        quorum: how many a round needs at least; by default half of the slots, and no fewer than one.
+        method: the choices; `settings` replace some of its fields, by default those of DiLoCo. All replicas average
+            with all, and each trains all parameters.
+        rules: how long others are waited for.
+        seed: of what is random in codecs; the same for all.
+        host: this machine's name or address, by which others reach it.
+        on_leave, on_join: called with the round, as it is applied, and the slots that it is without, or with again.
+
+    Attributes: `plan`; `steps_done`; `tokens_read`, where in its slot's data this replica is: those that rounds have
+    counted, and those that it has trained on since; `rounds` that it was a member of; `missed`, how often the others
+    went on without it.
+
+    Raises ConfigError for choices that do not go together, and where replicas were started with different ones.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Mapping[str, Tensor],
+        notes: Notes,
+        *,
+        slot: int,
+        slots: int,
+        steps: int,
+        quorum: int | None = None,
+        method: MethodConfig | None = None,
+        rules: Rules | None = None,
+        seed: int = 0,
+        host: str = "127.0.0.1",
+        on_leave: Event | None = None,
+        on_join: Event | None = None,
+        **settings: Any,
+    ):
+        self.method = method = with_settings(method or LocalUpdates.default, settings)
+        self.slot, self.steps, self.seed = slot, steps, seed
+        self.on_leave, self.on_join = on_leave, on_join
+        self.named = named_parameters(model)
+        self.plan = Plan({name: tuple(p.shape) for name, p in self.named.items()}, method, slots, seed=seed)
+        self._check()
+        self.fragments = [
+            FragmentState(f.pieces, self.named, self.plan.outer, offload=method.offload_outer)
+            for f in self.plan.fragments
+        ]
+        #: All rounds of the run: (the step after which it is sent, the fragment), the last ones at its end.
+        self._turns = [(step, index) for step in range(1, steps + 1) for index in self.plan.turns(step)]
+        self._turns += [(steps, i) for i in range(len(self.fragments)) if self.plan.closes(i, steps)]
+        self.steps_done = self.tokens_read = self.missed = 0
+        self._tokens = self._sent_tokens = 0  # since the last turn, and in what is under way
+        self.rounds: list[Round] = []
+        self._next = 0  # of the rounds, the one that this replica sends next
+        self._version, self._present = 0, tuple(range(slots))
+        self._lock = threading.Condition()
+        self._under_way: tuple[int, Future] | None = None
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix=f"elastic-{slot}")
+        self._agree(notes, "settings", self._begun_with(slots))
+        self.elastic = Elastic(
+            notes,
+            f"{slot}.{uuid.uuid4().hex[:12]}",
+            slot,
+            slots=slots,
+            quorum=quorum or max(1, slots // 2),
+            end=len(self._turns),
+            rules=rules,
+            host=host,
+            serve=self._serve,
+            load=self._load,
+        )
+        try:
+            self.elastic.read()
+            if not self.elastic.roll.rounds:
+                self._agree(notes, "weights", {"initial weights": self._digest()})
+            self.elastic.join()
+            self._catch_up()
+        except BaseException:
+            self.close()
+            raise
+
+    def _check(self) -> None:
+        m = self.method
+        if m.peers != "all" or m.trainable != "all" or self.plan.outer.needs_peers:
+            raise ConfigError(
+                f"elastic replicas average all parameters with all: not method.peers = {m.peers}, method.trainable ="
+                f" {m.trainable}, method.outer = {m.outer}"
+            )
+        apart = m.sync_every_steps // len(self.plan.fragments)
+        if (tau := self.plan.overlap(self.slot)) >= apart:
+            raise ConfigError(
+                f"method.overlap_steps = {tau} is no less than the {apart} steps between two turns: elastic rounds come"
+                " one after the other"
+            )
+
+    def _begun_with(self, slots: int) -> dict[str, Any]:
+        told = {"slots": slots, "steps": self.steps, "seed": self.seed}
+        told |= {f"method.{name}": value for name, value in dataclasses.asdict(self.method).items()}
+        return told | {f"parameter {name}": [list(p.shape), str(p.dtype)] for name, p in self.named.items()}
+
+    def _digest(self) -> str:
+        found = hashlib.sha256()
+        for fragment in self.fragments:
+            found.update(fragment.agreed.cpu().numpy().tobytes())
+        return found.hexdigest()
+
+    @staticmethod
+    def _agree(notes: Notes, what: str, mine: dict[str, Any]) -> None:
+        told = json.dumps(mine)
+        there = notes.write_once(f"elastic/{what}", told)
+        if there is None:
+            raise CommError("the store of the replicas' membership does not answer")
+        if differs := first_difference(json.loads(there), json.loads(told), "there"):
+            raise ConfigError(f"replicas were started differently: {differs}")
+
+    @property
+    def is_training(self) -> bool:
+        """Whether there are inner steps left."""
+        return self.steps_done < self.steps
+
+    def step(self, tokens: int = 1) -> dict[str, float]:
+        """After an inner step on so many tokens: send the fragment whose turn it is, apply what is due.
+
+        Where the others have gone on without this replica, the model's parameters, `steps_done` and `tokens_read` are
+        from now on as the run has them.
+        """
+        self.steps_done += 1
+        self._tokens += tokens
+        self.tokens_read += tokens
+        while self._is_turn():
+            self._send()
+        if self._under_way is not None and self._under_way[0] <= self.steps_done:
+            self._apply()
+        return {}
+
+    def finish(self) -> dict[str, float]:
+        """Apply what is under way, exchange what has trained since its last turn, and wait for those who come late."""
+        if self._under_way is not None:
+            self._apply()
+        while self._next < len(self._turns):
+            self._send()
+            if self._under_way is not None:
+                self._apply()
+        self.elastic.wait_for_the_late()
+        return {}
+
+    def close(self) -> None:
+        """Leave: nothing can be had of this replica any more."""
+        self._pool.shutdown()
+        self.elastic.close()
+
+    @contextmanager
+    def evaluated(self) -> Iterator[None]:
+        """Inside, the model holds the parameters last agreed."""
+        with ExitStack() as stack:
+            for fragment in self.fragments:
+                stack.enter_context(holding(fragment.parameters, fragment.agreed))
+            yield
+
+    def _is_turn(self) -> bool:
+        """Whether a turn is due; those at the end of the run are `finish`'s."""
+        if self._next == len(self._turns):
+            return False
+        step, index = self._turns[self._next]
+        return step <= self.steps_done and (step < self.steps or index in self.plan.turns(step))
+
+    def _send(self) -> None:
+        if self._under_way is not None:
+            self._apply()
+            return  # and perhaps this replica has come to where the others are
+        step, index = self._turns[self._next]
+        message, self.elastic.step = self.fragments[index].message(), step
+        seed = message_seed(self.seed, step, index, self.slot)
+        meeting = self._pool.submit(self.elastic.meet, message, self._tokens, self.plan.codec, purpose=OUTER, seed=seed)
+        self._sent_tokens, self._tokens = self._tokens, 0
+        self._next += 1
+        self._under_way = step + (self.plan.overlap(self.slot) if step < self.steps else 0), meeting
+
+    def _apply(self) -> None:
+        _, meeting = self._under_way
+        self._under_way = None
+        if (met := meeting.result()) is None:
+            self.missed += 1
+            self._catch_up()
+            return
+        committed, mean = met
+        index = self._turns[self._next - 1][1]
+        fragment = self.fragments[index]
+        with self._lock:
+            fragment.apply(mean.to(fragment.parameters[0].device), self.method.mixing)
+            fragment.turns += 1
+            self._version = committed.id
+            self._lock.notify_all()
+        self.rounds.append(committed)
+        self._tell(committed)
+
+    def _tell(self, committed: Round) -> None:
+        before, self._present = self._present, committed.slots
+        left = tuple(slot for slot in before if slot not in committed.slots)
+        joined = tuple(slot for slot in committed.slots if slot not in before)
+        for event, slots in ((self.on_leave, left), (self.on_join, joined)):
+            if event is not None and slots:
+                event(committed, slots)
+
+    def _catch_up(self) -> None:
+        """Come to where the others are: the latest round's parameters, at the step after which it was sent."""
+        if not self.elastic.catch_up():
+            raise ConfigError(f"slot {self.slot} has another holder, or the run is over and nobody is left of it")
+        done = len(self.elastic.roll.rounds)
+        if done < self._next:  # the round that this replica has sent for is still open: it sends again
+            self._next, self._tokens = done, self._tokens + self._sent_tokens
+            return
+        if done > self._next:
+            self.steps_done = self._turns[done - 1][0]
+        self._next, self._tokens = done, 0
+        self.tokens_read = self.elastic.roll.tokens(self.slot)
+
+    def _serve(self, wanted: int) -> tuple[int, bytes] | None:
+        with self._lock:
+            if not self._lock.wait_for(lambda: self._version >= wanted, self.elastic.rules.timeout_s):
+                return None
+            state = {
+                f"{index}/{name}": value.detach().cpu()
+                for index, fragment in enumerate(self.fragments)
+                for name, value in fragment.outer_state().items()
+            }
+            return self._version, safetensors.torch.save(state)
+
+    def _load(self, version: int, raw: bytes) -> None:
+        state = safetensors.torch.load(raw)
+        with self._lock:
+            for index, fragment in enumerate(self.fragments):
+                own = {n.partition("/")[2]: t for n, t in state.items() if n.startswith(f"{index}/")}
+                fragment.put_outer_state(own)
+                unflatten_into(fragment.agreed, fragment.parameters)
+            self._version = version
+            self._lock.notify_all()

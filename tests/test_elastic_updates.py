@@ -1,0 +1,205 @@
+"""Local updates of replicas that leave and come back: without faults they are `LocalUpdates`, with them all agree."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lowcomm import CommError, ConfigError, LocalUpdates, elastic_store, run_threads
+from lowcomm.comm.membership import Rules
+from lowcomm.comm.notes import Notes
+from lowcomm.methods.elastic import ElasticUpdates
+from tests.harness import clean_environment
+from tests.test_elastic import in_threads, notes_of
+
+STEPS = 25
+QUICK = Rules(timeout_s=2.0, grace_s=0.4)
+METHODS: dict[str, dict[str, Any]] = {
+    "diloco": {"sync_every_steps": 4},
+    "streaming": {
+        "sync_every_steps": 6,
+        "fragments": "strided",
+        "layers_per_fragment": 1,
+        "overlap_steps": 1,
+        "mixing": 0.5,
+        "codec": "e3m0",
+    },
+}
+
+
+def model() -> nn.Module:
+    net, generator = nn.Sequential(*(nn.Linear(8, 8) for _ in range(2))), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in net.parameters():
+            p.copy_(0.3 * torch.randn(p.shape, generator=generator))
+    return net
+
+
+def batch(slot: int, index: int) -> Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(1000 * slot + index))
+
+
+def train_step(net: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+    (net(x) - x.flip(1)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.fixture
+def store() -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))
+
+
+@pytest.fixture
+def replica(store: dist.TCPStore) -> Iterator[Callable[..., tuple[nn.Module, ElasticUpdates]]]:
+    """Makes replicas, whose connections end with the test."""
+    made: list[ElasticUpdates] = []
+
+    def make(slot: int, method: str, **more: Any) -> tuple[nn.Module, ElasticUpdates]:
+        net = more.pop("model", None) or model()
+        notes: Notes = notes_of(store)
+        grid = {"slots": 3, "steps": STEPS, "quorum": 2, "rules": QUICK} | METHODS[method] | more
+        made.append(ElasticUpdates(net, notes, slot=slot, **grid))
+        return net, made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def trained(net: nn.Module, sync: ElasticUpdates, *, until: int = STEPS) -> list[int]:
+    """Train to the end, or until a step; returns which batches were used."""
+    optimizer, used = torch.optim.SGD(net.parameters(), lr=0.05), []
+    while sync.is_training and sync.steps_done < until:
+        used.append(sync.tokens_read)
+        train_step(net, optimizer, batch(sync.slot, sync.tokens_read))
+        sync.step()
+    if until == STEPS:
+        sync.finish()
+    return used
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_without_faults_it_is_local_updates_bit_for_bit(method: str, replica: Callable) -> None:
+    def whole(slot: int) -> list[Tensor]:
+        net, sync = replica(slot, method)
+        assert trained(net, sync) == list(range(STEPS))
+        return [*net.parameters(), *(f.agreed for f in sync.fragments)]
+
+    def plain(world) -> list[Tensor]:
+        net = model()
+        sync = LocalUpdates(net, world, steps=STEPS, **METHODS[method])
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+        for index in range(STEPS):
+            train_step(net, optimizer, batch(world.replica, index))
+            sync.step()
+        sync.finish()
+        return [*net.parameters(), *(f.agreed for f in sync.fragments)]
+
+    elastic = in_threads(*(lambda slot=slot: whole(slot) for slot in range(3)))
+    for ours, theirs in zip(elastic, run_threads(plain, replicas=3), strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_one_that_leaves_is_done_without_and_another_start_of_it_comes_back(method: str, replica: Callable) -> None:
+    heard: list[tuple[str, int, tuple[int, ...]]] = []
+
+    def stays(slot: int) -> tuple[nn.Module, ElasticUpdates]:
+        net, sync = replica(
+            slot,
+            method,
+            on_leave=lambda r, slots: heard.append(("left", slot, slots)),
+            on_join=lambda r, slots: heard.append(("joined", slot, slots)),
+        )
+        trained(net, sync)
+        return net, sync
+
+    def leaves() -> tuple[nn.Module, ElasticUpdates]:
+        net, sync = replica(2, method)
+        trained(net, sync, until=11)
+        sync.close()
+        while len(heard) < 2:
+            pass
+        other = model()
+        with torch.no_grad():
+            other[0].weight.fill_(7.0)  # whatever it begins with
+        net, sync = replica(2, method, model=other)
+        assert 0 < sync.steps_done < STEPS
+        trained(net, sync)
+        return net, sync
+
+    found = in_threads(lambda: stays(0), lambda: stays(1), leaves)
+    rounds = found[0][1].elastic.roll.rounds
+    slots = [r.slots for r in rounds]
+    assert slots[0] == slots[-1] == (0, 1, 2)
+    assert (0, 1) in slots
+    assert {event[0] for event in heard} == {"left", "joined"}
+    assert {event[2] for event in heard} == {(2,)}
+    for _, sync in found:
+        for mine, theirs in zip(sync.fragments, found[0][1].fragments, strict=True):
+            assert torch.equal(mine.agreed, theirs.agreed)
+
+
+def test_replicas_that_were_started_differently_are_refused(replica: Callable) -> None:
+    other = model()
+    with torch.no_grad():
+        other[0].weight[0, 0] += 1
+
+    def first() -> None:
+        trained(*replica(0, "diloco"))
+
+    def second() -> None:
+        with pytest.raises(ConfigError, match="started differently: method.sync_every_steps is 4 there and 5 here"):
+            replica(1, "diloco", sync_every_steps=5)
+        with pytest.raises(ConfigError, match="started differently: initial weights is"):
+            replica(1, "diloco", model=other)
+        trained(*replica(1, "diloco"))
+
+    in_threads(first, second, lambda: trained(*replica(2, "diloco")))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"peers": "group"}, "elastic replicas average all parameters with all: not method.peers = group"),
+        ({"overlap_steps": 3}, "method.overlap_steps = 3 is no less than the 3 steps between two turns"),
+        ({"slot": 3}, "slot 3 and a quorum of 2 do not go with 3 slots"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(settings: dict, message: str, replica: Callable) -> None:
+    with pytest.raises(ConfigError, match=message):
+        replica(settings.pop("slot", 0), "streaming", **settings)
+
+
+def test_what_is_no_store_is_named() -> None:
+    for address in ("head", "head:", "head:x", "head:70000"):
+        with pytest.raises(ConfigError, match=f"{address!r} is no address of a store: HOST:PORT is wanted"):
+            elastic_store(address)
+    with pytest.raises(CommError, match="no store of elastic replicas at 127.0.0.1:1: .*lowcomm store 1 starts one"):
+        elastic_store("127.0.0.1:1", timeout_s=0.5)
+
+
+def test_the_command_keeps_a_store() -> None:
+    words = [sys.executable, "-m", "lowcomm", "store", "0"]
+    child = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=clean_environment())
+    try:
+        said = child.stdout.readline()
+        port = re.search(r"on port (\d+)", said).group(1)
+        one, other = (elastic_store(f"127.0.0.1:{port}") for _ in range(2))
+        assert one.write_once("who", "one") == "one"
+        assert other.write_once("who", "other") == "one"
+    finally:
+        child.terminate()
+    assert child.wait(30) == 0
+    child.stdout.close()
