@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -151,22 +152,56 @@ def test_one_that_leaves_is_done_without_and_another_start_of_it_comes_back(meth
             assert torch.equal(mine.agreed, theirs.agreed)
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_all_leave_at_once_and_go_on_from_what_they_have_kept(method: str, replica: Callable) -> None:
+    kept: dict[int, dict[str, Tensor]] = {}
+
+    def before(slot: int) -> None:
+        net, sync = replica(slot, method)
+        trained(net, sync, until=13 + slot)  # one may have sent for the next round
+        kept[slot] = sync.state_dict()
+        sync.close()
+
+    def after(slot: int) -> tuple[list[int], ElasticUpdates]:
+        net, sync = replica(slot, method, resume=kept[slot])
+        return trained(net, sync), sync
+
+    in_threads(*(lambda slot=slot: before(slot) for slot in range(3)))
+    found = in_threads(*(lambda slot=slot: after(slot) for slot in range(3)))
+    roll = found[0][1].elastic.roll
+    assert len(roll.rounds) == len(found[0][1]._turns)
+    for used, sync in found:
+        assert used[0] == 12  # from the last round, in the data too
+        assert roll.tokens(sync.slot) == STEPS
+        for mine, theirs in zip(sync.fragments, found[0][1].fragments, strict=True):
+            assert torch.equal(mine.agreed, theirs.agreed)
+
+
 def test_replicas_that_were_started_differently_are_refused(replica: Callable) -> None:
     other = model()
     with torch.no_grad():
         other[0].weight[0, 0] += 1
 
+    begun = threading.Event()
+
     def first() -> None:
-        trained(*replica(0, "diloco"))
+        net, sync = replica(0, "diloco")
+        begun.set()
+        trained(net, sync)
 
     def second() -> None:
+        begun.wait()
         with pytest.raises(ConfigError, match="started differently: method.sync_every_steps is 4 there and 5 here"):
             replica(1, "diloco", sync_every_steps=5)
         with pytest.raises(ConfigError, match="started differently: initial weights is"):
             replica(1, "diloco", model=other)
         trained(*replica(1, "diloco"))
 
-    in_threads(first, second, lambda: trained(*replica(2, "diloco")))
+    def third() -> None:
+        begun.wait()
+        trained(*replica(2, "diloco"))
+
+    in_threads(first, second, third)
 
 
 @pytest.mark.parametrize(

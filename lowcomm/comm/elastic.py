@@ -323,7 +323,7 @@ class Elastic:
         self.roll = Roll(slots, quorum, end)
         self.member = Member(who, slot, self.roll, time.monotonic, self.rules)
         self.ledger, self.step = Ledger(), 0
-        self._load, self._wants = load, 0
+        self._load, self._wants, self._closed = load, 0, False
         self._payload: tuple[Tensor, Codec, int, Callable[[Sequence[int]], list[Section]], str] | None = None
         self._mean: tuple[tuple[str, ...], Tensor] | None = None
 
@@ -375,7 +375,8 @@ class Elastic:
             time.sleep(_LOOK_S)
 
     def close(self) -> None:
-        """End its connections."""
+        """End its connections, and what it is in: that raises CommError."""
+        self._closed = True
         self.messenger.close()
 
     def still_at(self, request: Exchange) -> Callable[[], bool]:
@@ -394,6 +395,8 @@ class Elastic:
                 request = steps.send(answer)
             except StopIteration as end:
                 return end.value
+            if self._closed:
+                raise CommError(f"{self.member.who} has left")
             if isinstance(request, Exchange):
                 answer = self._exchange(request)
             elif isinstance(request, Fetch):

@@ -32,6 +32,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import safetensors.torch
+import torch
 from torch import Tensor, nn
 
 from lowcomm.codecs import message_seed
@@ -66,6 +67,7 @@ class ElasticUpdates:
         rules: how long others are waited for.
         seed: of what is random in codecs; the same for all.
         host: this machine's name or address, by which others reach it.
+        resume: what `state_dict` gave in an earlier start, for when nobody is left who has as much.
         on_leave, on_join: called with the round, as it is applied, and the slots that it is without, or with again.
 
     Attributes: `plan`; `steps_done`; `tokens_read`, where in its slot's data this replica is: those that rounds have
@@ -88,6 +90,7 @@ class ElasticUpdates:
         rules: Rules | None = None,
         seed: int = 0,
         host: str = "127.0.0.1",
+        resume: Mapping[str, Tensor] | None = None,
         on_leave: Event | None = None,
         on_join: Event | None = None,
         **settings: Any,
@@ -128,9 +131,11 @@ class ElasticUpdates:
         )
         try:
             self.elastic.read()
-            if not self.elastic.roll.rounds:
+            if resume is not None:
+                self._put(resume)
+            elif not self.elastic.roll.rounds:
                 self._agree(notes, "weights", {"initial weights": self._digest()})
-            self.elastic.join()
+            self.elastic.join(self._version)
             self._catch_up()
         except BaseException:
             self.close()
@@ -203,8 +208,8 @@ class ElasticUpdates:
 
     def close(self) -> None:
         """Leave: nothing can be had of this replica any more."""
-        self._pool.shutdown()
         self.elastic.close()
+        self._pool.shutdown()
 
     @contextmanager
     def evaluated(self) -> Iterator[None]:
@@ -272,23 +277,31 @@ class ElasticUpdates:
         self._next, self._tokens = done, 0
         self.tokens_read = self.elastic.roll.tokens(self.slot)
 
-    def _serve(self, wanted: int) -> tuple[int, bytes] | None:
+    def state_dict(self) -> dict[str, Tensor]:
+        """The parameters last agreed and the outer state, and which round they are of: what a start can resume from."""
         with self._lock:
-            if not self._lock.wait_for(lambda: self._version >= wanted, self.elastic.rules.timeout_s):
-                return None
             state = {
-                f"{index}/{name}": value.detach().cpu()
+                f"{index}/{name}": value.detach().cpu().clone()
                 for index, fragment in enumerate(self.fragments)
                 for name, value in fragment.outer_state().items()
             }
-            return self._version, safetensors.torch.save(state)
+            return state | {"version": torch.tensor(self._version)}
 
-    def _load(self, version: int, raw: bytes) -> None:
-        state = safetensors.torch.load(raw)
+    def _put(self, state: Mapping[str, Tensor]) -> None:
         with self._lock:
             for index, fragment in enumerate(self.fragments):
                 own = {n.partition("/")[2]: t for n, t in state.items() if n.startswith(f"{index}/")}
                 fragment.put_outer_state(own)
                 unflatten_into(fragment.agreed, fragment.parameters)
-            self._version = version
+            self._version = int(state["version"])
             self._lock.notify_all()
+
+    def _serve(self, wanted: int) -> tuple[int, bytes] | None:
+        with self._lock:
+            if not self._lock.wait_for(lambda: self._version >= wanted, self.elastic.rules.timeout_s):
+                return None
+        state = self.state_dict()
+        return int(state["version"]), safetensors.torch.save(state)
+
+    def _load(self, version: int, raw: bytes) -> None:
+        self._put(safetensors.torch.load(raw))
