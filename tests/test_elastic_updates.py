@@ -77,10 +77,14 @@ def replica(store: dist.TCPStore) -> Iterator[Callable[..., tuple[nn.Module, Ela
         one.close()
 
 
-def trained(net: nn.Module, sync: ElasticUpdates, *, until: int = STEPS) -> list[int]:
-    """Train to the end, or until a step; returns which batches were used."""
+def trained(
+    net: nn.Module, sync: ElasticUpdates, *, until: int = STEPS, wait: threading.Event | None = None
+) -> list[int]:
+    """Train to the end, or until a step; returns which batches were used. wait: for it, ten steps before the end."""
     optimizer, used = torch.optim.SGD(net.parameters(), lr=0.05), []
     while sync.is_training and sync.steps_done < until:
+        if wait is not None and sync.steps_done == STEPS - 10:
+            assert wait.wait(60)
         used.append(sync.tokens_read)
         train_step(net, optimizer, batch(sync.slot, sync.tokens_read))
         sync.step()
@@ -115,27 +119,32 @@ def test_without_faults_it_is_local_updates_bit_for_bit(method: str, replica: Ca
 @pytest.mark.parametrize("method", METHODS)
 def test_one_that_leaves_is_done_without_and_another_start_of_it_comes_back(method: str, replica: Callable) -> None:
     heard: list[tuple[str, int, tuple[int, ...]]] = []
+    gone, back = threading.Event(), threading.Event()
+
+    def on_leave(slot: int, slots: tuple[int, ...]) -> None:
+        heard.append(("left", slot, slots))
+        gone.set()
 
     def stays(slot: int) -> tuple[nn.Module, ElasticUpdates]:
         net, sync = replica(
             slot,
             method,
-            on_leave=lambda r, slots: heard.append(("left", slot, slots)),
+            on_leave=lambda r, slots: on_leave(slot, slots),
             on_join=lambda r, slots: heard.append(("joined", slot, slots)),
         )
-        trained(net, sync)
+        trained(net, sync, wait=back)
         return net, sync
 
     def leaves() -> tuple[nn.Module, ElasticUpdates]:
         net, sync = replica(2, method)
         trained(net, sync, until=11)
         sync.close()
-        while len(heard) < 2:
-            pass
+        assert gone.wait(60)
         other = model()
         with torch.no_grad():
             other[0].weight.fill_(7.0)  # whatever it begins with
         net, sync = replica(2, method, model=other)
+        back.set()
         assert 0 < sync.steps_done < STEPS
         trained(net, sync)
         return net, sync
@@ -215,6 +224,40 @@ def test_replicas_that_were_started_differently_are_refused(replica: Callable) -
 def test_what_does_not_go_together_is_refused(settings: dict, message: str, replica: Callable) -> None:
     with pytest.raises(ConfigError, match=message):
         replica(settings.pop("slot", 0), "streaming", **settings)
+
+
+def test_one_that_is_left_alone_gives_up_with_a_word(replica: Callable) -> None:
+    rules = Rules(timeout_s=0.5, grace_s=0.2, alone_s=1.0)
+
+    def goes() -> None:
+        net, sync = replica(1, "diloco", rules=rules)
+        trained(net, sync, until=5)
+        sync.close()
+
+    def stays() -> None:
+        net, sync = replica(0, "diloco", rules=rules)
+        with pytest.raises(CommError, match="has waited for 1 s in round 1: 1 of the 2 replicas .* are ready"):
+            trained(net, sync)
+
+    in_threads(goes, stays)
+    with pytest.raises(ConfigError, match="rules.grace_s = 0 must be above 0 and finite"):
+        Rules(grace_s=0)
+
+
+def test_one_whose_store_is_gone_gives_up_with_a_word() -> None:
+    words = [sys.executable, "-m", "lowcomm", "store", "0"]
+    child = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=clean_environment())
+    port = re.search(r"on port (\d+)", child.stdout.readline()).group(1)
+    notes = elastic_store(f"127.0.0.1:{port}", timeout_s=1.0)
+    net, rules = model(), Rules(timeout_s=0.5, grace_s=0.2, alone_s=1.0)
+    sync = ElasticUpdates(net, notes, slot=0, slots=1, steps=STEPS, sync_every_steps=4, rules=rules)
+    trained(net, sync, until=6)
+    child.kill()
+    child.wait()
+    child.stdout.close()
+    with pytest.raises(CommError, match="has waited for 1 s for the store of the replicas' membership to answer"):
+        trained(net, sync)
+    sync.close()
 
 
 def test_what_is_no_store_is_named() -> None:

@@ -389,7 +389,9 @@ class Elastic:
         return told
 
     def _drive(self, steps: Generator[Request, Any, Any]) -> Any:
+        """Carry out requests. Raises CommError where nothing moves for `Rules.alone_s`, or this replica has left."""
         answer: Any = None
+        moved = time.monotonic(), self.roll.length
         while True:
             try:
                 request = steps.send(answer)
@@ -397,6 +399,10 @@ class Elastic:
                 return end.value
             if self._closed:
                 raise CommError(f"{self.member.who} has left")
+            if self.roll.length != moved[1]:
+                moved = time.monotonic(), self.roll.length
+            if time.monotonic() - moved[0] > self.rules.alone_s:
+                raise CommError(self._why_alone())
             if isinstance(request, Exchange):
                 answer = self._exchange(request)
             elif isinstance(request, Fetch):
@@ -407,6 +413,15 @@ class Elastic:
                 assert isinstance(request, Look)
                 time.sleep(_LOOK_S)
                 answer = self.read()
+
+    def _why_alone(self) -> str:
+        waited = f"{self.member.who} has waited for {self.rules.alone_s:g} s"
+        if not self.read():
+            return f"{waited} for the store of the replicas' membership to answer"
+        there, needed = len(self.roll.present()), self.roll.quorum
+        return (
+            f"{waited} in round {len(self.roll.rounds)}: {there} of the {needed} replicas that a round needs are there"
+        )
 
     def read(self) -> bool:
         """Read on in the log; False where it cannot be reached."""

@@ -28,9 +28,12 @@ faults can be repeated.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any
+
+from lowcomm.settings import ConfigError
 
 
 @dataclass(frozen=True)
@@ -273,10 +276,20 @@ Request = Look | Say | Exchange | Fetch
 
 @dataclass(frozen=True)
 class Rules:
-    """How long a replica waits, in seconds: for an answer, and for others once a quorum is ready."""
+    """How long a replica waits, in seconds.
+
+    timeout_s: for an answer of another. grace_s: for the others, once a quorum is ready. alone_s: for the log to
+    answer, or for a quorum to come together, before it gives up.
+    """
 
     timeout_s: float = 30.0
     grace_s: float = 5.0
+    alone_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        for name in ("timeout_s", "grace_s", "alone_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"rules.{name} = {getattr(self, name)} must be above 0 and finite")
 
 
 class Member:
