@@ -418,10 +418,9 @@ class Elastic:
         waited = f"{self.member.who} has waited for {self.rules.alone_s:g} s"
         if not self.read():
             return f"{waited} for the store of the replicas' membership to answer"
-        there, needed = len(self.roll.present()), self.roll.quorum
-        return (
-            f"{waited} in round {len(self.roll.rounds)}: {there} of the {needed} replicas that a round needs are there"
-        )
+        roll = self.roll
+        there = f"{len(roll.ready)} of the {roll.quorum} replicas that a round needs are ready"
+        return f"{waited} in round {len(roll.rounds)}: {there}"
 
     def read(self) -> bool:
         """Read on in the log; False where it cannot be reached."""
