@@ -141,6 +141,15 @@ def test_a_round_closes_without_the_late_who_are_not_awaited_again_until_they_jo
     assert not folded(*JOINED, READY[0], Close(0, 0)).members  # no quorum
 
 
+def test_what_is_said_twice_counts_once() -> None:
+    roll = folded(*JOINED, *READY, READY[0])
+    assert (roll.members, roll.missed) == (("a", "b", "c"), [])
+    for who in "abca":
+        roll.take(Done(who, 0, 1))
+    roll.take(READY[1])
+    assert (len(roll.rounds), roll.tokens(1), roll.ready, roll.missed) == (1, 11, {}, [])
+
+
 def test_an_attempt_that_loses_a_member_begins_again_without_it() -> None:
     roll = folded(*JOINED, *READY, Done("a", 0, 1), Lost("c", 0, 1, "b"))
     assert (roll.members, roll.key, roll.done, roll.missed) == (("a", "b"), (0, 3), set(), [("c", 0, 12)])

@@ -187,8 +187,14 @@ class Roll:
             self.ready[entry.who] = entry.tokens
             self.awaited.add(self.slot[entry.who])
             self._begin_if_all_are_ready()
-        else:
+        elif not self._counts(entry):
             self.missed.append((entry.who, entry.round, entry.tokens))
+
+    def _counts(self, entry: Ready) -> bool:
+        """Whether what a replica says again (as a store was slow to answer) is of a round that it is a member of."""
+        if entry.round == len(self.rounds):
+            return entry.who in self.ready
+        return entry.round < len(self.rounds) and entry.who in self.rounds[entry.round].members
 
     def _take_close(self, entry: Close) -> None:
         if (entry.round, entry.attempt) == self.key and not self.members and len(self.ready) >= self.quorum:
