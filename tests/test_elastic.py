@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,8 @@ from lowcomm.comm.notes import Notes
 from lowcomm.comm.shares import encoded_mean_bytes
 from tests.harness import clean_environment
 
-QUICK = Rules(timeout_s=2.0, grace_s=0.5)
+#: A busy machine must not make anybody late, but where that is what is tested.
+PATIENT, QUICK = Rules(timeout_s=10.0, grace_s=3.0), Rules(timeout_s=2.0, grace_s=0.5)
 
 
 @pytest.fixture
@@ -39,7 +41,7 @@ def toy(store: dist.TCPStore) -> Iterator[Callable[..., Toy]]:
     """Makes replicas, whose connections end with the test."""
     made = []
 
-    def make(who: str, slot: int, **grid: int) -> Toy:
+    def make(who: str, slot: int, **grid: Any) -> Toy:
         made.append(Toy(notes_of(store), who, slot, **grid))
         return made[-1]
 
@@ -55,11 +57,11 @@ def notes_of(store: dist.TCPStore) -> Notes:
 class Toy:
     """A replica whose parameters go towards tokens that are a function of its slot and their index."""
 
-    def __init__(self, notes: Notes, who: str, slot: int, *, slots: int, quorum: int, end: int, numel: int = 500):
-        self.agreed, self.momentum = torch.zeros(numel), torch.zeros(numel)
+    def __init__(self, notes: Notes, who: str, slot: int, *, slots: int, quorum: int, end: int, rules: Rules = PATIENT):
+        self.agreed, self.momentum = torch.zeros(500), torch.zeros(500)
         self.slot, self.version, self.lock = slot, 0, threading.Lock()
         self.told: list[dict] = []
-        grid = {"slots": slots, "quorum": quorum, "end": end, "rules": QUICK}
+        grid = {"slots": slots, "quorum": quorum, "end": end, "rules": rules}
         self.elastic = Elastic(notes, who, slot, serve=self.serve, load=self.load, **grid)
 
     def serve(self, wanted: int) -> tuple[int, bytes]:
@@ -209,14 +211,14 @@ from datetime import timedelta
 import torch, torch.distributed as dist
 from lowcomm.comm.notes import Notes
 from lowcomm.comm.shares import encoded_mean_bytes
-from tests.test_elastic import Toy
+from tests.test_elastic import QUICK, Toy
 torch.set_num_threads(1)
 port, who, slot, out = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), Path(sys.argv[4])
 notes = Notes(dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=10)), 5.0)
-toy = Toy(notes, who, slot, slots=4, quorum=2, end=40)
-rounds = toy.run(rest=lambda n: 0.02 if n < 3 or (out.parent / "go").exists() else 0.7)
-missed = toy.elastic.roll.missed
-out.write_text(json.dumps({"rounds": rounds, "missed": missed, "all": [r.members for r in toy.elastic.roll.rounds]}))
+toy = Toy(notes, who, slot, slots=4, quorum=2, end=40, rules=QUICK)
+toy.run(rest=lambda n: 0.02 if n < 3 or (out.parent / "go").exists() else 0.7)
+told = {"digest": float(toy.agreed.double().sum()), "all": [r.members for r in toy.elastic.roll.rounds]}
+out.write_text(json.dumps(told))
 """
 
 
@@ -260,12 +262,12 @@ def test_a_run_outlives_a_kill_and_a_pause(store: dist.TCPStore, tmp_path: Path)
     rounds = told["0.0"]["all"]
     assert len(rounds) == 40
     assert all(t["all"] == rounds for t in told.values())
-    assert [m for m in rounds if "1.0" in m]
-    assert [m for m in rounds if len(m) == 2]  # two went on
-    assert "1.1" in rounds[-1]
-    assert "2.0" in rounds[-1]
-    ends = {t["rounds"][-1]["digest"] for t in told.values()}
-    assert len(ends) == 1
+    assert len({t["digest"] for t in told.values()}) == 1
+    of_two = [i for i, members in enumerate(rounds) if len(members) == 2]
+    assert of_two  # that went on
+    assert any("1.0" in members for members in rounds[: of_two[0]])
+    for who in ("1.1", "2.0"):
+        assert any(who in members for members in rounds[of_two[0] :])
 
 
 def _closed(log: list) -> bool:
