@@ -441,8 +441,9 @@ def test_resume_with_frozen_fragments(corpus: Path, tmp_path: Path) -> None:
 
 
 def test_what_else_may_be_evaluated(corpus: Path, tmp_path: Path) -> None:
-    """The first replica's own parameters and the mean of both, by definition, at the end of a run."""
-    also = {"evaluate_also": ["first_replica", "replica_average"]}
+    """The first replica's own parameters and the mean of both, by definition, at each evaluation of a run."""
+    also = {"evaluate_also": ["first_replica", "replica_average"], "eval_every": 5}
+    evaluated: list[dict] = []
     config = small_run("diloco_m2", method=STREAMING, train=also)
     inner: dict[int, list[torch.Tensor]] = {}
     trainers: dict[int, Trainer] = {}
@@ -450,8 +451,12 @@ def test_what_else_may_be_evaluated(corpus: Path, tmp_path: Path) -> None:
     def keep(trainer: Trainer, row: dict) -> None:
         inner[trainer.world.rank] = [p.detach().clone() for p in trainer.model.parameters()]
         trainers[trainer.world.rank] = trainer
+        if "val_loss" in row and trainer.world.rank == 0:
+            evaluated.append(row)
 
     summary = train_in_threads(config, corpus, tmp_path, on_row=keep)
+    assert len(evaluated) > 1
+    assert all({"val_loss_first_replica", "val_loss_replica_average"} <= row.keys() for row in evaluated)
     model, data = trainers[0].model, trainers[0].data
     windows = data.held_out(config.train.eval_sequences)
 

@@ -80,7 +80,8 @@ class TrainConfig:
     precision: Literal["fp32", "bf16"] = "fp32"  # bf16: autocast over fp32 weights
     compile: bool = False
     log_every: int = number(1, at_least=1)
-    #: Evaluate these too at the end (Streaming DiLoCo, Table 3), beside the parameters last agreed.
+    #: Evaluate these too (Streaming DiLoCo, Table 3), beside the parameters last agreed: at the end, and at each
+    #: evaluation where replicas have one model.
     evaluate_also: tuple[Literal["first_replica", "replica_average"], ...] = ()
     record_ranks: bool = False  # log stable ranks of projection matrices and of their gradients at each evaluation
     record_spread: bool = False  # log the spread of the replicas' weights at each evaluation; billed as analysis

@@ -241,12 +241,13 @@ class Trainer:
 
     def evaluations(self, step: int) -> dict[str, float]:
         """Evaluate the model after `step`, if that is due, and return what is to be logged."""
-        t, last, found = self.config.train, step == self.config.train.steps, {}
+        t, found = self.config.train, {}
         if not self._is_evaluated(step):
             return found
-        if (loss := self.evaluate(together=last or self.engine.one_model)) is not None:
+        together = step == t.steps or self.engine.one_model
+        if (loss := self.evaluate(together=together)) is not None:
             found["val_loss"] = loss
-        if last:
+        if together:
             found |= {f"val_loss_{which}": self.evaluate(which) for which in t.evaluate_also}
         if t.record_spread:
             found["weight_spread"] = weight_spread(self.world, list(self.model.parameters()))
