@@ -90,7 +90,7 @@ def at_their_best(ladder: Ladder, rows: Mapping[Any, str], *, seeds: int = 2) ->
         if not set(rows.values()) <= set(rung.rows) or not ladder.tuned_file(rung.tuned_at).exists():
             continue
         found: dict[str, list[dict[str, Any]]] = {}
-        for point in ladder.results_at(rung.name):
+        for point in ladder.results_at(rung.name, rows.values()):
             if point.file.exists():
                 told = json.loads(point.file.read_text()) | {"run": point.config.to_dict()}
                 found.setdefault(point.row.name, []).append(told)

@@ -35,7 +35,7 @@ class Pair:
 def headline_points(ladder: Ladder) -> list[Point]:
     """Return the first seed of the headline's rows, as the ladder has it. Raises ConfigError where one is not tuned."""
     rung, rows = ladder.plan.headline
-    return [point for point in ladder.results_at(rung) if point.seed == 0 and point.row.name in rows]
+    return [point for point in ladder.results_at(rung, rows) if point.seed == 0]
 
 
 def retrain(ladder: Ladder, workers: Workers) -> None:

@@ -15,7 +15,7 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -223,15 +223,19 @@ class Ladder:
         """Return the settings of each row of a rung, before anything is tuned."""
         return {name: self.trial(self.plan.rows[name], rung, {}).config for name in self.plan.rungs[rung].rows}
 
-    def results_at(self, rung: str) -> list[Point]:
-        """All results of a rung, seed by seed, with what tuning found. Raises ConfigError where a row is not tuned."""
+    def results_at(self, rung: str, rows: Collection[str] = ()) -> list[Point]:
+        """All results of a rung, or those of some rows, seed by seed, with what tuning found.
+
+        Raises ConfigError where a row is not tuned.
+        """
         there = self.plan.rungs[rung]
         tuned = {name: entry["values"] for name, entry in self.read_tuned(there.tuned_at).items()}
-        values = {name: tuple(sorted(pick(tuned, name, f"tuned row of {rung}").items())) for name in there.rows}
+        asked = [name for name in there.rows if not rows or name in rows]
+        values = {name: tuple(sorted(pick(tuned, name, f"tuned row of {rung}").items())) for name in asked}
         return [
             Point(self, self.plan.rows[name], rung, seed, values[name], is_trial=False)
             for seed in range(there.seeds)
-            for name in there.rows
+            for name in asked
         ]
 
     def tuned_file(self, rung: str) -> Path:
