@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from lowcomm.settings import ConfigError
-from pipelines.ladder.fits import PUBLISHED, Cell, Fit, bootstrap, fit_row, loss_at, predict, read_predictions, register
-from pipelines.ladder.plan import Ladder
+from pipelines.ladder.fits import Cell, Fit, bootstrap, fit_row, loss_at, predict, read_predictions, register
+from pipelines.ladder.plan import PUBLISHED, Ladder
 from pipelines.verdicts import quantile
 from tests.harness import small_ladder
 

@@ -22,9 +22,8 @@ from pathlib import Path
 
 from lowcomm.experiment.project import pick
 from lowcomm.settings import ConfigError
-from pipelines.ladder.fits import PUBLISHED, register
 from pipelines.ladder.headline import retrain
-from pipelines.ladder.plan import LADDER, Ladder, Rung
+from pipelines.ladder.plan import LADDER, PUBLISHED, Ladder, Rung
 from pipelines.ladder.tune import tune
 from pipelines.ladder.workers import Workers, one_by_one
 from pipelines.probes import SCALE, write_digests
@@ -97,6 +96,8 @@ def main(argv: list[str] | None = None, ladder: Ladder = LADDER) -> int:
         if args.rung is not None and (args.what, args.rung) != ("predict", PUBLISHED):
             pick(ladder.plan.rungs, args.rung, "rung")
         if args.what == "predict":
+            from pipelines.ladder.fits import register  # with what draws tables, which training does without
+
             told = "registered" if register(ladder, args.rung) else "they stand as they were registered before"
             print(f"predictions of {args.rung}: {told}")
             return 0

@@ -25,7 +25,7 @@ from numpy.typing import ArrayLike, NDArray
 from lowcomm.model.accounting import parameters
 from lowcomm.model.presets import PRESETS
 from lowcomm.settings import ConfigError
-from pipelines.ladder.plan import Ladder, base_of
+from pipelines.ladder.plan import PUBLISHED, Ladder, base_of
 from pipelines.report import Comparison
 from pipelines.verdicts import Paired, log_ratios, quantile, student
 
@@ -237,10 +237,6 @@ def _percent(gap: float) -> float:
     return round(100 * math.expm1(gap), 3)
 
 
-#: What is predicted besides rungs: gaps at the papers' own smallest sizes.
-PUBLISHED = "published"
-
-
 def read_predictions(ladder: Ladder) -> dict[str, Any]:
     """Return what has been registered: of rungs, and of sizes of the papers, by name; nothing where nothing has."""
     file = ladder.results / "predictions.yaml"
@@ -253,9 +249,12 @@ def register(ladder: Ladder, what: str) -> bool:
     What has been registered stays as it is, and False is returned. Raises ConfigError for a rung that has points, as
     what is known is not predicted, and where a smaller rung has no pairs of a row that is predicted.
     """
-    plan, cells, told = ladder.plan, read_cells(ladder), read_predictions(ladder)
+    plan, told = ladder.plan, read_predictions(ladder)
     if what in told or (what == PUBLISHED and set(plan.published.values()) <= told.keys()):
         return False
+    if what != PUBLISHED and any((ladder.results / "points" / what).rglob("*.json")):
+        raise ConfigError(f"points of {what} have been trained already: what is known is not predicted")
+    cells = read_cells(ladder)
     if what == PUBLISHED:
         for name in dict.fromkeys(plan.published.values()):
             size, rows = parameters(PRESETS[name]).total, [row for row, at in plan.published.items() if at == name]
@@ -263,8 +262,6 @@ def register(ladder: Ladder, what: str) -> bool:
             gaps = {row: {"gap_pct": [_percent(g) for g in fit_row(cells, row).at(size)]} for row in rows}
             told[name] = {"parameters": size, "rows": gaps}
     else:
-        if any((ladder.results / "points" / what).rglob("*.json")):
-            raise ConfigError(f"points of {what} have been trained already: what is known is not predicted")
         there = plan.rungs[what]
         rows = [name for name in there.rows if not name.startswith("data_parallel/")]
         size = parameters(ladder.configs(what)[rows[0]].model).total

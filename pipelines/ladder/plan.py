@@ -29,6 +29,8 @@ from lowcomm.settings import ConfigError, nearest
 from pipelines.project import BUILD, ROOT
 from pipelines.settings import set_values
 
+#: What is predicted besides rungs: gaps at the papers' own smallest sizes.
+PUBLISHED = "published"
 #: Values of lines, by name.
 Values = Mapping[str, float]
 
