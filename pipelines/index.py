@@ -217,13 +217,14 @@ LADDER_ROWS = {
 
 
 def ladder_headline() -> str:
-    """Say what methods lose at the largest size of the ladder that has several seeds; "" where there are not two sizes.
+    """Say what methods lose at the largest size of the ladder that has several seeds; "" where there are not two such.
 
     Of a method that has fewer there nothing is said.
     """
     file = ROOT / "results" / "ladder" / "gaps.csv"
     rows = pd.read_csv(file) if file.exists() else pd.DataFrame({"parameters": [], "seeds": []})
-    if rows.parameters.nunique() < 2 or not len(several := rows[rows.seeds > 1]):
+    several = rows[rows.seeds > 1]
+    if several.parameters.nunique() < 2:
         return ""
     there = several[several.parameters == several.parameters.max()].set_index("method")
     lost = [
