@@ -81,10 +81,10 @@ def replica(store: dist.TCPStore) -> Iterator[Callable[..., tuple[nn.Module, Ela
 def trained(
     net: nn.Module, sync: ElasticUpdates, *, until: int = STEPS, wait: threading.Event | None = None
 ) -> list[int]:
-    """Train to the end, or until a step; returns which batches were used. wait: for it, ten steps before the end."""
+    """Train to the end, or until a step; returns which batches were used. wait: for it, eight steps before the end."""
     optimizer, used = torch.optim.SGD(net.parameters(), lr=0.05), []
     while sync.is_training and sync.steps_done < until:
-        if wait is not None and sync.steps_done == STEPS - 10:
+        if wait is not None and sync.steps_done == STEPS - 8:  # where no round is under way
             assert wait.wait(60)
         used.append(sync.tokens_read)
         train_step(net, optimizer, batch(sync.slot, sync.tokens_read))
