@@ -68,7 +68,7 @@ class Toy:
         with self.lock:
             return self.version, torch.cat([self.agreed, self.momentum]).numpy().tobytes()
 
-    def load(self, version: int, raw: bytes) -> None:
+    def load(self, raw: bytes) -> None:
         with self.lock:
             both = torch.frombuffer(bytearray(raw), dtype=torch.float32)
             self.agreed, self.momentum = (part.clone() for part in both.chunk(2))
@@ -210,7 +210,6 @@ from pathlib import Path
 from datetime import timedelta
 import torch, torch.distributed as dist
 from lowcomm.comm.notes import Notes
-from lowcomm.comm.shares import encoded_mean_bytes
 from tests.test_elastic import QUICK, Toy
 torch.set_num_threads(1)
 port, who, slot, out = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), Path(sys.argv[4])

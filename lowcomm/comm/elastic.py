@@ -46,7 +46,6 @@ from lowcomm.comm.membership import (
     Say,
 )
 from lowcomm.comm.notes import Notes
-from lowcomm.comm.shares import Section
 from lowcomm.comm.transport import CommError
 from lowcomm.comm.wire import Ledger
 from lowcomm.settings import ConfigError
@@ -104,7 +103,7 @@ def _unpacked(text: str) -> Entry:
 
 @dataclass(frozen=True)
 class Frame:
-    """What goes over a socket: whose it is, what it is, and the bytes with their checksum."""
+    """A message as it goes over a socket: its sender, its kind, the key it is taken by, and its bytes."""
 
     source: str
     kind: str
@@ -273,9 +272,9 @@ class _Attempt:
             raw = x.contiguous().view(-1).view(torch.uint8).cpu()
             self.elastic.ledger.bill("replica", self.purpose, self.elastic.step, raw.numel())
             messenger.send(members[i], "values", key, raw.numpy().tobytes())
-        taken = []
+        taken, wait = [], {"until": self.until, "go_on": lambda: self.elastic.is_at(self.request)}
         for i, buffer in into:
-            raw = messenger.take(members[i], "values", key, until=self.until, go_on=self.elastic.still_at(self.request))
+            raw = messenger.take(members[i], "values", key, **wait)
             x = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
             if buffer is not None:
                 if x.numel() != buffer.numel() * buffer.element_size():
@@ -297,7 +296,7 @@ class Elastic:
         host: the interface by which others reach it.
         serve: gives the agreed state to whoever asks: its version and bytes. It is told the version that is wanted, for
             which it may wait a while; None where it has none as late.
-        load: takes such a state, with its version.
+        load: takes the bytes of such a state.
 
     Attributes: `roll`, `ledger`, `step`, to which the ledger bills.
     """
@@ -311,7 +310,7 @@ class Elastic:
         slots: int,
         quorum: int,
         serve: Callable[[int], tuple[int, bytes] | None],
-        load: Callable[[int, bytes], None],
+        load: Callable[[bytes], None],
         end: int | None = None,
         rules: Rules | None = None,
         host: str = "127.0.0.1",
@@ -324,7 +323,7 @@ class Elastic:
         self.member = Member(who, slot, self.roll, time.monotonic, self.rules)
         self.ledger, self.step = Ledger(), 0
         self._load, self._wants, self._closed = load, 0, False
-        self._payload: tuple[Tensor, Codec, int, Callable[[Sequence[int]], list[Section]], str] | None = None
+        self._payload: tuple[Tensor, Codec, int, str] | None = None
         self._mean: tuple[tuple[str, ...], Tensor] | None = None
 
         def packed(wanted: int) -> bytes | None:
@@ -347,18 +346,16 @@ class Elastic:
         self._drive(self.member.join(version))
 
     def catch_up(self) -> bool:
-        """As `Member.catch_up`; what is fetched is loaded."""
+        """Come to the latest round, as `Member.catch_up` says, and load the state that a donor gives."""
         return self._drive(self.member.catch_up())
 
-    def meet(
-        self, x: Tensor, tokens: int, codec: Codec, *, purpose: str, seed: int = 0, sections: Any = None
-    ) -> tuple[Round, Tensor] | None:
+    def meet(self, x: Tensor, tokens: int, codec: Codec, *, purpose: str, seed: int = 0) -> tuple[Round, Tensor] | None:
         """Take part in the round under way with flat fp32 values that so many tokens have made.
 
         Returns the round and the mean over its members, each weighing as its tokens do; None where it went on without
-        this replica. sections: of the slots that take part, as for `EncodedMean`; by default everyone owns all.
+        this replica.
         """
-        self._payload = x, codec, seed, sections or (lambda slots: [(x.numel(), range(len(slots)))]), purpose
+        self._payload = x, codec, seed, purpose
         self._mean = None
         committed = self._drive(self.member.meet(tokens))
         self.messenger.forget(len(self.roll.rounds) - 1)
@@ -379,14 +376,10 @@ class Elastic:
         self._closed = True
         self.messenger.close()
 
-    def still_at(self, request: Exchange) -> Callable[[], bool]:
-        """Return what tells whether an attempt is still under way, as far as the log can be read."""
-
-        def told() -> bool:
-            self.read()
-            return self.roll.key == request.key
-
-        return told
+    def is_at(self, request: Exchange) -> bool:
+        """Tell whether an attempt is still under way, as far as the log can be read."""
+        self.read()
+        return self.roll.key == request.key
 
     def _drive(self, steps: Generator[Request, Any, Any]) -> Any:
         """Carry out requests. Raises CommError where nothing moves for `Rules.alone_s`, or this replica has left."""
@@ -440,13 +433,13 @@ class Elastic:
         return self.read()
 
     def _exchange(self, request: Exchange) -> str:
-        x, codec, seed, sections, purpose = self._payload
-        slots = [self.roll.slot[who] for who in request.members]
+        x, codec, seed, purpose = self._payload
+        members = range(len(request.members))
         tokens = [self.roll.ready[who] for who in request.members]
         me = request.members.index(self.member.who)
-        mean = EncodedMean(x.clone(), codec, seed, sections(slots), range(len(slots)), me, weights=tokens)
+        mean = EncodedMean(x.clone(), codec, seed, [(x.numel(), members)], members, me, weights=tokens)
         try:
-            values = mean.alone() if len(slots) == 1 else mean.over(_Attempt(self, request, purpose))
+            values = mean.alone() if len(members) == 1 else mean.over(_Attempt(self, request, purpose))
         except NoAnswer as error:
             return error.who
         self._mean = request.members, values
@@ -463,5 +456,5 @@ class Elastic:
             return None
         (version,) = struct.unpack("!q", raw[:8])
         if self.roll.rounds_of(version) > self.roll.rounds_of(self.member.version):
-            self._load(version, raw[8:])
+            self._load(raw[8:])
         return version

@@ -107,7 +107,7 @@ class Round:
 
 
 class Roll:
-    """What the log says so far.
+    """The state that the log's entries so far add up to, which is the same for all who have read as far.
 
     Args:
         slots: how many there are; a first round waits for all.
@@ -145,7 +145,7 @@ class Roll:
 
     @property
     def is_over(self) -> bool:
-        """Whether all rounds are committed."""
+        """Tell whether all rounds of the run are committed."""
         return len(self.rounds) == self.end
 
     def rounds_of(self, version: int) -> int:
@@ -158,15 +158,15 @@ class Roll:
         return sum(t for r in self.rounds for s, t in zip(r.slots, r.tokens, strict=True) if s == slot)
 
     def holds(self, who: str) -> bool:
-        """Whether a replica holds its slot."""
+        """Tell whether a replica still holds the slot that it took."""
         return who in self.slot and self.holder[self.slot[who]] == who
 
     def present(self) -> list[str]:
-        """Those who are awaited."""
+        """Return the replicas for which a round waits, in order of their names."""
         return sorted(who for slot, who in self.holder.items() if slot in self.awaited)
 
     def donors(self) -> list[str]:
-        """Those of whom the latest state can be had."""
+        """Return the replicas that are present and have the latest round, of whom the agreed state can be had."""
         return [who for who in self.present() if self.version[who] == self.latest]
 
     def take(self, entry: Entry) -> None:
@@ -191,7 +191,7 @@ class Roll:
             self.missed.append((entry.who, entry.round, entry.tokens))
 
     def _counts(self, entry: Ready) -> bool:
-        """Whether what a replica says again (as a store was slow to answer) is of a round that it is a member of."""
+        """Tell whether a replica says again, as a store was slow to answer, what its round has counted already."""
         if entry.round == len(self.rounds):
             return entry.who in self.ready
         return entry.round < len(self.rounds) and entry.who in self.rounds[entry.round].members

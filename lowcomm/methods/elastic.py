@@ -177,7 +177,7 @@ class ElasticUpdates:
 
     @property
     def is_training(self) -> bool:
-        """Whether there are inner steps left."""
+        """Tell whether there are inner steps left to take."""
         return self.steps_done < self.steps
 
     def step(self, tokens: int = 1) -> dict[str, float]:
@@ -220,7 +220,7 @@ class ElasticUpdates:
             yield
 
     def _is_turn(self) -> bool:
-        """Whether a turn is due; those at the end of the run are `finish`'s."""
+        """Tell whether a turn is due; those at the end of the run belong to `finish`."""
         if self._next == len(self._turns):
             return False
         step, index = self._turns[self._next]
@@ -303,5 +303,5 @@ class ElasticUpdates:
         state = self.state_dict()
         return int(state["version"]), safetensors.torch.save(state)
 
-    def _load(self, version: int, raw: bytes) -> None:
+    def _load(self, raw: bytes) -> None:
         self._put(safetensors.torch.load(raw))
