@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from lowcomm import elastic_store
+from lowcomm.comm.notes import Notes
 from lowcomm.experiment.config import CorpusConfig, DataConfig, RunConfig
 from lowcomm.experiment.data import prepare
 from pipelines.project import load_params, run_config
@@ -73,3 +75,9 @@ def command_line(config: RunConfig, corpus: Path, out: Path) -> list[str]:
     words = [config.name, *(["--variant", config.variant] if config.variant else [])]
     words += ["--scale", "smoke", "--data", str(corpus), "--out", str(out)]
     return words + [w for s in settings_of(config) for w in ("--set", s)]
+
+
+@pytest.fixture
+def store() -> Notes:
+    """A store for elastic replicas, kept by the test."""
+    return elastic_store("127.0.0.1:0", hosts=True)

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from multiprocessing import forkserver
@@ -213,3 +214,19 @@ def run_case(case: str, replicas: int, stages: int, folder: Path, comm: dict[str
         os._exit(3)
     (folder / f"{case}-{world.rank}.json").write_text(json.dumps(result))
     world.close()
+
+
+def in_threads(*bodies: Callable[[], object]) -> list:
+    """Run some functions at once, each in a thread, and return what they return, within a minute."""
+    found: list = [None] * len(bodies)
+
+    def run(i: int) -> None:
+        found[i] = bodies[i]()
+
+    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(len(bodies))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    return found

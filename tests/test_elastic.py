@@ -11,47 +11,37 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from lowcomm import elastic_store
 from lowcomm.codecs import make_codec
 from lowcomm.comm.elastic import Elastic, Messenger, NoAnswer, SharedLog
 from lowcomm.comm.membership import Join, Lost, Ready, Rules
 from lowcomm.comm.notes import Notes
 from lowcomm.comm.shares import encoded_mean_bytes
-from tests.harness import clean_environment
+from tests.harness import clean_environment, in_threads
 
 #: A busy machine must not make anybody late, but where that is what is tested.
 PATIENT, QUICK = Rules(timeout_s=10.0, grace_s=3.0), Rules(timeout_s=2.0, grace_s=0.5)
 
 
 @pytest.fixture
-def store() -> dist.TCPStore:
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))
-
-
-@pytest.fixture
-def toy(store: dist.TCPStore) -> Iterator[Callable[..., Toy]]:
+def toy(store: Notes) -> Iterator[Callable[..., Toy]]:
     """Makes replicas, whose connections end with the test."""
     made = []
 
     def make(who: str, slot: int, **grid: Any) -> Toy:
-        made.append(Toy(notes_of(store), who, slot, **grid))
+        made.append(Toy(elastic_store(f"127.0.0.1:{store.port}"), who, slot, **grid))
         return made[-1]
 
     yield make
     for one in made:
         one.elastic.close()
-
-
-def notes_of(store: dist.TCPStore) -> Notes:
-    return Notes(dist.TCPStore("127.0.0.1", store.port, timeout=timedelta(seconds=10)), 5.0)
 
 
 class Toy:
@@ -100,21 +90,6 @@ class Toy:
         return self.told
 
 
-def in_threads(*bodies: Callable[[], object]) -> list:
-    found: list = [None] * len(bodies)
-
-    def run(i: int) -> None:
-        found[i] = bodies[i]()
-
-    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(len(bodies))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not any(thread.is_alive() for thread in threads)
-    return found
-
-
 @pytest.mark.parametrize("codec", ["fp32", "e3m0"])
 def test_without_faults_rounds_are_means_of_all(toy: Callable[..., Toy], codec: str) -> None:
     toys = [toy(f"{s}.0", s, slots=3, quorum=2, end=4) for s in range(3)]
@@ -142,8 +117,8 @@ def test_members_weigh_as_the_tokens_they_trained_on(toy: Callable[..., Toy]) ->
     torch.testing.assert_close(toys[0].agreed, -0.7 * (deltas[0] + 3 * deltas[1]) / 4)
 
 
-def test_the_log_is_one_whoever_writes(store: dist.TCPStore) -> None:
-    logs = [SharedLog(notes_of(store)) for _ in range(3)]
+def test_the_log_is_one_whoever_writes(store: Notes) -> None:
+    logs = [SharedLog(elastic_store(f"127.0.0.1:{store.port}")) for _ in range(3)]
 
     def write(i: int) -> None:
         for n in range(20):
@@ -207,13 +182,12 @@ def test_frames_that_are_damaged_are_no_answers() -> None:
 CHILD = """
 import json, sys
 from pathlib import Path
-from datetime import timedelta
-import torch, torch.distributed as dist
-from lowcomm.comm.notes import Notes
+import torch
+from lowcomm import elastic_store
 from tests.test_elastic import QUICK, Toy
 torch.set_num_threads(1)
 port, who, slot, out = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), Path(sys.argv[4])
-notes = Notes(dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=10)), 5.0)
+notes = elastic_store(f"127.0.0.1:{port}")
 toy = Toy(notes, who, slot, slots=4, quorum=2, end=40, rules=QUICK)
 toy.run(rest=lambda n: 0.02 if n < 3 or (out.parent / "go").exists() else 0.7)
 told = {"digest": float(toy.agreed.double().sum()), "all": [r.members for r in toy.elastic.roll.rounds]}
@@ -223,14 +197,14 @@ out.write_text(json.dumps(told))
 
 @pytest.mark.longest
 @pytest.mark.skipif(sys.platform != "linux", reason="sends signals")
-def test_a_run_outlives_a_kill_and_a_pause(store: dist.TCPStore, tmp_path: Path) -> None:
+def test_a_run_outlives_a_kill_and_a_pause(store: Notes, tmp_path: Path) -> None:
     """Of four processes one is killed and comes back as another, and one stands still for longer than others wait."""
 
     def begin(who: str, slot: int) -> subprocess.Popen:
         words = [sys.executable, "-c", CHILD, str(store.port), who, str(slot), str(tmp_path / f"{who}.json")]
         return subprocess.Popen(words, env=clean_environment())
 
-    log = SharedLog(notes_of(store))
+    log = SharedLog(elastic_store(f"127.0.0.1:{store.port}"))
 
     def wait_for(what: Callable[[list], bool]) -> None:
         deadline = time.monotonic() + 120

@@ -7,20 +7,17 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowcomm import CommError, ConfigError, LocalUpdates, elastic_store, run_threads
 from lowcomm.comm.membership import Rules
 from lowcomm.comm.notes import Notes
 from lowcomm.methods.elastic import ElasticUpdates
-from tests.harness import clean_environment
-from tests.test_elastic import in_threads, notes_of
+from tests.harness import clean_environment, in_threads
 
 STEPS = 25
 #: A busy machine must not make anybody late.
@@ -57,18 +54,13 @@ def train_step(net: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> N
 
 
 @pytest.fixture
-def store() -> dist.TCPStore:
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))
-
-
-@pytest.fixture
-def replica(store: dist.TCPStore) -> Iterator[Callable[..., tuple[nn.Module, ElasticUpdates]]]:
+def replica(store: Notes) -> Iterator[Callable[..., tuple[nn.Module, ElasticUpdates]]]:
     """Makes replicas, whose connections end with the test."""
     made: list[ElasticUpdates] = []
 
     def make(slot: int, method: str, **more: Any) -> tuple[nn.Module, ElasticUpdates]:
         net = more.pop("model", None) or model()
-        notes: Notes = notes_of(store)
+        notes = elastic_store(f"127.0.0.1:{store.port}")
         grid = {"slots": 3, "steps": STEPS, "quorum": 2, "rules": PATIENT} | METHODS[method] | more
         made.append(ElasticUpdates(net, notes, slot=slot, **grid))
         return net, made[-1]

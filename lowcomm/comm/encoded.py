@@ -90,7 +90,8 @@ class _Part:
 
     def __init__(self, x: Tensor, codec: Codec, owners: dict[int, float], members: int, seed: int):
         self.x, self.codec, self.owners, self.seed = x, codec, list(owners), seed
-        self._weights = list(owners.values())
+        weights = list(owners.values())
+        self._weights = weights if len(set(weights)) > 1 else [1] * len(weights)
         self.in_shares = encoded_mean_in_shares(x.numel(), codec, members, len(owners))
         bounds = block_shares(x.numel(), codec.block, len(owners)) if self.in_shares else []
         self._bounds = dict(zip(owners, bounds, strict=False))
@@ -124,14 +125,12 @@ class _Part:
             return
         own = self.share(me)
         total = self.codec.decode(messages[0], own.numel())
-        alike = len(set(self._weights)) == 1
-        weights = [1] * len(messages) if alike else self._weights
-        if not alike:
-            total = total * weights[0]
-        for message, weight in zip(messages[1:], weights[1:], strict=True):
+        if (first := self._weights[0]) != 1:
+            total = total * first
+        for message, weight in zip(messages[1:], self._weights[1:], strict=True):
             part = self.codec.decode(message, own.numel())
             total = torch.add(total, part, alpha=weight, out=part)
-        torch.div(total, sum(weights), out=own)
+        torch.div(total, sum(self._weights), out=own)
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

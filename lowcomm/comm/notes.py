@@ -31,13 +31,11 @@ class Notes:
     Args:
         store: with a connection of its own, as notes are read while other calls block.
         within_s: how long an answer is waited for, in seconds.
-
-    Attributes: `port` of the store, where that is known.
+        port: of the store, for whoever is to tell others of it.
     """
 
-    def __init__(self, store: KeyValueStore, within_s: float):
-        self._store, self._within_s = store, within_s
-        self.port = 0
+    def __init__(self, store: KeyValueStore, within_s: float, *, port: int = 0):
+        self._store, self._within_s, self.port = store, within_s, port
         self._asked: queue.SimpleQueue[tuple[Future[str | None], Callable[[], str | None]]] = queue.SimpleQueue()
         self._last: Future[str | None] | None = None
         threading.Thread(target=self._answer, name="notes", daemon=True).start()

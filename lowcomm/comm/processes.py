@@ -45,9 +45,7 @@ def elastic_store(address: str, *, hosts: bool = False, timeout_s: float = 30.0)
     except RuntimeError as error:
         why = str(error).splitlines()[0]
         raise CommError(f"no store of elastic replicas at {address}: {why} (lowcomm store {port} starts one)") from None
-    notes = Notes(found, min(timeout_s, _ANSWERED_WITHIN_S))
-    notes.port = found.port
-    return notes
+    return Notes(found, min(timeout_s, _ANSWERED_WITHIN_S), port=found.port)
 
 
 def _bytes_of(x: Tensor) -> Tensor:

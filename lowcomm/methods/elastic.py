@@ -21,7 +21,6 @@ travels are those of `LocalUpdates`: as long as nobody leaves, runs of both agre
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import threading
@@ -42,7 +41,7 @@ from lowcomm.comm.notes import Notes
 from lowcomm.comm.transport import CommError
 from lowcomm.methods.config import MethodConfig
 from lowcomm.methods.engine import holding, named_parameters
-from lowcomm.methods.local_updates import FragmentState, LocalUpdates, with_settings
+from lowcomm.methods.local_updates import FragmentState, LocalUpdates, begun_with, of_fragment, with_settings
 from lowcomm.methods.outer_state import unflatten_into
 from lowcomm.methods.plan import OUTER, Plan
 from lowcomm.settings import ConfigError, first_difference
@@ -116,7 +115,7 @@ class ElasticUpdates:
         self._lock = threading.Condition()
         self._under_way: tuple[int, Future] | None = None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=f"elastic-{slot}")
-        self._agree(notes, "settings", self._begun_with(slots))
+        self._agree(notes, "settings", begun_with(method, self.named, slots=slots, steps=steps, seed=seed))
         self.elastic = Elastic(
             notes,
             f"{slot}.{uuid.uuid4().hex[:12]}",
@@ -154,11 +153,6 @@ class ElasticUpdates:
                 f"method.overlap_steps = {tau} is no less than the {apart} steps between two turns: elastic rounds come"
                 " one after the other"
             )
-
-    def _begun_with(self, slots: int) -> dict[str, Any]:
-        told = {"slots": slots, "steps": self.steps, "seed": self.seed}
-        told |= {f"method.{name}": value for name, value in dataclasses.asdict(self.method).items()}
-        return told | {f"parameter {name}": [list(p.shape), str(p.dtype)] for name, p in self.named.items()}
 
     def _digest(self) -> str:
         found = hashlib.sha256()
@@ -290,8 +284,7 @@ class ElasticUpdates:
     def _put(self, state: Mapping[str, Tensor]) -> None:
         with self._lock:
             for index, fragment in enumerate(self.fragments):
-                own = {n.partition("/")[2]: t for n, t in state.items() if n.startswith(f"{index}/")}
-                fragment.put_outer_state(own)
+                fragment.put_outer_state(of_fragment(state, index))
                 unflatten_into(fragment.agreed, fragment.parameters)
             self._version = int(state["version"])
             self._lock.notify_all()

@@ -222,7 +222,8 @@ class LocalUpdates(Engine):
         shapes = {name: tuple(p.shape) for name, p in self.named.items()}
         self.plan = Plan(shapes, method, world.replicas, seed=seed, layers=layers)
         if broadcast and world.replicas > 1:
-            world.agree(self._begun_with(layers), axis="replica")
+            told = begun_with(method, self.named, seed=seed, steps=steps, layers=layers)
+            world.agree(told, axis="replica")
             broadcast_weights(model, world)
         self.fragments = [
             FragmentState(f.pieces, self.named, self.plan.outer, offload=method.offload_outer)
@@ -233,12 +234,6 @@ class LocalUpdates(Engine):
         self.constrain = None if self.plan.codec.lossless else constrain
         self.steps_done = 0
         self._prepare()
-
-    def _begun_with(self, layers: int | None) -> dict[str, Any]:
-        """Return what all replicas must have begun with, by name."""
-        told = {"seed": self.seed, "steps": self.steps, "layers": layers}
-        told |= {f"method.{name}": value for name, value in dataclasses.asdict(self.method).items()}
-        return told | {f"parameter {name}": [list(p.shape), str(p.dtype)] for name, p in self.named.items()}
 
     @classmethod
     def of(cls, model: nn.Module, world: World, method: MethodConfig, **known: Any) -> LocalUpdates:
@@ -376,8 +371,7 @@ class LocalUpdates(Engine):
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Put back what `state_dict` gave. The model's parameters are the user's to put back."""
         for index, fragment in enumerate(self.fragments):
-            own = {n.partition("/")[2]: t for n, t in state.items() if n.startswith(f"{index}/")}
-            fragment.load_state_dict(own, self.world)
+            fragment.load_state_dict(of_fragment(state, index), self.world)
         self.steps_done = int(state["steps_done"])
         self.world.step = self.steps_done
         self._prepare()
@@ -385,6 +379,17 @@ class LocalUpdates(Engine):
     def sent_bytes(self, steps: int) -> dict[str, int]:
         """Return the bytes of the plan."""
         return self.plan.total_bytes(steps, self.world.replica)
+
+
+def begun_with(method: MethodConfig, named: Mapping[str, Tensor], **more: Any) -> dict[str, Any]:
+    """Return what all replicas must have begun with, by name: `more`, the method, and the parameters' shapes."""
+    told = more | {f"method.{name}": value for name, value in dataclasses.asdict(method).items()}
+    return told | {f"parameter {name}": [list(p.shape), str(p.dtype)] for name, p in named.items()}
+
+
+def of_fragment(state: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
+    """Return the part of a state dictionary that is one fragment's, under the names that it has there."""
+    return {name.partition("/")[2]: t for name, t in state.items() if name.startswith(f"{index}/")}
 
 
 def with_settings(method: MethodConfig, settings: Mapping[str, Any]) -> MethodConfig:
