@@ -219,7 +219,7 @@ def test_slices_of_any_mlp_by_pattern() -> None:
         model = nn.Module()
         model.up, model.down = nn.Linear(6, 8), nn.Linear(8, 6)
         model = nn.ModuleDict({"mlp": model})
-        trained = lowcomm.slice_parameters(model, world, sliced, 2)
+        trained = lowcomm.slice_parameters(model, world.replica, sliced, 2)
         optimizer = torch.optim.AdamW(trained.values(), lr=0.01)
         sync = lowcomm.LocalUpdates(
             model, world, sync_every_steps=4, trainable="slice", sliced=sliced, slices=2, broadcast=True

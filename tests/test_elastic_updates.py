@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowcomm import CommError, ConfigError, LocalUpdates, elastic_store, run_threads
-from lowcomm.comm.membership import Rules
+from lowcomm import CommError, ConfigError, LocalUpdates, elastic_store, run_threads, slice_parameters
+from lowcomm.comm.elastic import SharedLog
+from lowcomm.comm.membership import Lost, Roll, Rules
 from lowcomm.comm.notes import Notes
 from lowcomm.methods.elastic import ElasticUpdates
 from tests.harness import clean_environment, in_threads
@@ -22,6 +23,15 @@ from tests.harness import clean_environment, in_threads
 STEPS = 25
 #: A busy machine must not make anybody late.
 PATIENT = Rules(timeout_s=10.0, grace_s=3.0)
+NOLOCO = {
+    "sync_every_steps": 4,
+    "peers": "group",
+    "group_size": 2,
+    "outer": "noloco",
+    "outer_lr": 0.7,
+    "outer_momentum": 0.5,
+    "outer_pull": 0.7,
+}
 METHODS: dict[str, dict[str, Any]] = {
     "diloco": {"sync_every_steps": 4},
     "streaming": {
@@ -33,48 +43,63 @@ METHODS: dict[str, dict[str, Any]] = {
         "codec": "e3m0",
     },
 }
+#: In which replicas have parameters of their own, or train different ones.
+APART: dict[str, dict[str, Any]] = {
+    "noloco": NOLOCO,
+    "noloco in two messages": NOLOCO | {"outer_pull": 0.4, "overlap_steps": 2},
+    "partial": {"sync_every_steps": 4, "trainable": "slice", "slices": 2, "sliced": ("*.weight:0",)},
+}
+ALL = METHODS | APART
 
 
-def model() -> nn.Module:
-    net, generator = nn.Sequential(*(nn.Linear(8, 8) for _ in range(2))), torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for p in net.parameters():
-            p.copy_(0.3 * torch.randn(p.shape, generator=generator))
-    return net
+class Net(nn.Sequential):
+    """Two linear layers, equal wherever they are made. `trained`: what a replica trains of them."""
+
+    def __init__(self, replica: int = 0, method: str = "diloco"):
+        super().__init__(*(nn.Linear(8, 8) for _ in range(2)))
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for p in self.parameters():
+                p.copy_(0.3 * torch.randn(p.shape, generator=generator))
+        self.trained = list(self.parameters())
+        if (choices := ALL[method]).get("trainable") == "slice":
+            self.trained = list(slice_parameters(self, replica, choices["sliced"], choices["slices"]).values())
 
 
 def batch(slot: int, index: int) -> Tensor:
     return torch.randn(4, 8, generator=torch.Generator().manual_seed(1000 * slot + index))
 
 
-def train_step(net: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+def train_step(net: Net, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
     (net(x) - x.flip(1)).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
 
 
 @pytest.fixture
-def replica(store: Notes) -> Iterator[Callable[..., tuple[nn.Module, ElasticUpdates]]]:
+def replica(store: Notes) -> Iterator[Callable[..., tuple[Net, ElasticUpdates]]]:
     """Makes replicas, whose connections end with the test."""
     made: list[ElasticUpdates] = []
 
-    def make(slot: int, method: str, **more: Any) -> tuple[nn.Module, ElasticUpdates]:
-        net = more.pop("model", None) or model()
+    def make(slot: int, method: str, **more: Any) -> tuple[Net, ElasticUpdates]:
+        net, resume = more.pop("model", None) or Net(slot, method), more.pop("resume", None)
         notes = elastic_store(f"127.0.0.1:{store.port}")
-        grid = {"slots": 3, "steps": STEPS, "quorum": 2, "rules": PATIENT} | METHODS[method] | more
-        made.append(ElasticUpdates(net, notes, slot=slot, **grid))
-        return net, made[-1]
+        grid = {"slots": 3, "steps": STEPS, "quorum": 2, "rules": PATIENT} | ALL[method] | more
+        sync = ElasticUpdates(net, notes, slot=slot, **grid)
+        made.append(sync)
+        if resume is not None:
+            sync.load_state_dict(resume)
+        sync.join()
+        return net, sync
 
     yield make
     for one in made:
         one.close()
 
 
-def trained(
-    net: nn.Module, sync: ElasticUpdates, *, until: int = STEPS, wait: threading.Event | None = None
-) -> list[int]:
+def trained(net: Net, sync: ElasticUpdates, *, until: int = STEPS, wait: threading.Event | None = None) -> list[int]:
     """Train to the end, or until a step; returns which batches were used. wait: for it, eight steps before the end."""
-    optimizer, used = torch.optim.SGD(net.parameters(), lr=0.05), []
+    optimizer, used = torch.optim.SGD(net.trained, lr=0.05), []
     while sync.is_training and sync.steps_done < until:
         if wait is not None and sync.steps_done == STEPS - 8:  # where no round is under way
             assert wait.wait(60)
@@ -86,25 +111,27 @@ def trained(
     return used
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ALL)
 def test_without_faults_it_is_local_updates_bit_for_bit(method: str, replica: Callable) -> None:
+    slots = 4 if method in APART else 3
+
     def whole(slot: int) -> list[Tensor]:
-        net, sync = replica(slot, method)
+        net, sync = replica(slot, method, slots=slots)
         assert trained(net, sync) == list(range(STEPS))
         return [*net.parameters(), *(f.agreed for f in sync.fragments)]
 
     def plain(world) -> list[Tensor]:
-        net = model()
-        sync = LocalUpdates(net, world, steps=STEPS, **METHODS[method])
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+        net = Net(world.replica, method)
+        sync = LocalUpdates(net, world, steps=STEPS, **ALL[method])
+        optimizer = torch.optim.SGD(net.trained, lr=0.05)
         for index in range(STEPS):
             train_step(net, optimizer, batch(world.replica, index))
             sync.step()
         sync.finish()
         return [*net.parameters(), *(f.agreed for f in sync.fragments)]
 
-    elastic = in_threads(*(lambda slot=slot: whole(slot) for slot in range(3)))
-    for ours, theirs in zip(elastic, run_threads(plain, replicas=3), strict=True):
+    elastic = in_threads(*(lambda slot=slot: whole(slot) for slot in range(slots)))
+    for ours, theirs in zip(elastic, run_threads(plain, replicas=slots), strict=True):
         for a, b in zip(ours, theirs, strict=True):
             assert torch.equal(a, b)
 
@@ -118,7 +145,7 @@ def test_one_that_leaves_is_done_without_and_another_start_of_it_comes_back(meth
         heard.append(("left", slot, slots))
         gone.set()
 
-    def stays(slot: int) -> tuple[nn.Module, ElasticUpdates]:
+    def stays(slot: int) -> tuple[Net, ElasticUpdates]:
         net, sync = replica(
             slot,
             method,
@@ -128,12 +155,12 @@ def test_one_that_leaves_is_done_without_and_another_start_of_it_comes_back(meth
         trained(net, sync, wait=back)
         return net, sync
 
-    def leaves() -> tuple[nn.Module, ElasticUpdates]:
+    def leaves() -> tuple[Net, ElasticUpdates]:
         net, sync = replica(2, method)
         trained(net, sync, until=11)
         sync.close()
         assert gone.wait(60)
-        other = model()
+        other = Net()
         with torch.no_grad():
             other[0].weight.fill_(7.0)  # whatever it begins with
         net, sync = replica(2, method, model=other)
@@ -179,8 +206,82 @@ def test_all_leave_at_once_and_go_on_from_what_they_have_kept(method: str, repli
             assert torch.equal(mine.agreed, theirs.agreed)
 
 
+@pytest.mark.parametrize("method", APART)
+def test_a_group_does_without_one_that_is_gone_and_another_start_of_it_begins_as_one_of_the_others(
+    method: str, replica: Callable
+) -> None:
+    gone, back = threading.Event(), threading.Event()
+    had: dict[int, list[Tensor]] = {}  # of each round, what replicas had agreed after it
+
+    def keep(sync: ElasticUpdates) -> None:
+        had.setdefault(sync.rounds[-1].id, []).append(sync.fragments[0].agreed.clone())
+
+    def stays(slot: int) -> ElasticUpdates:
+        net, sync = replica(slot, method, slots=4, on_leave=lambda r, slots: gone.set())
+        tell = sync._tell
+        sync._tell = lambda committed: (keep(sync), tell(committed))
+        trained(net, sync, wait=back)
+        return sync
+
+    def leaves() -> ElasticUpdates:
+        net, sync = replica(3, method, slots=4)
+        trained(net, sync, until=11)
+        sync.close()
+        assert gone.wait(60)
+        net, sync = replica(3, method, slots=4)
+        begins = sync.fragments[0].agreed.clone()
+        assert any(torch.equal(begins, agreed) for agreed in had[sync.elastic.roll.latest])
+        back.set()
+        trained(net, sync)
+        return sync
+
+    found = in_threads(*(lambda slot=slot: stays(slot) for slot in range(3)), leaves)
+    slots = [tuple(sorted(r.slots)) for r in found[0].elastic.roll.rounds]
+    assert slots[0] == slots[-1] == (0, 1, 2, 3)
+    assert (0, 1, 2) in slots
+    agreed = [sync.fragments[0].agreed for sync in found]
+    assert all(torch.equal(one, agreed[0]) for one in agreed) == found[0].one_model
+    assert all(torch.isfinite(one).all() for one in agreed)
+
+
+def test_a_donor_whose_training_stands_still_gives_what_is_agreed_and_not_applied_yet(
+    store: Notes, replica: Callable
+) -> None:
+    """Two have met and not come to the step at which they apply it: whoever joins meanwhile has it of them, at once."""
+    rules = Rules(timeout_s=2.0, grace_s=0.5)
+    met, back = threading.Semaphore(0), threading.Event()
+    log = SharedLog(elastic_store(f"127.0.0.1:{store.port}"))
+
+    def stays(slot: int) -> ElasticUpdates:
+        net, sync = replica(slot, "streaming", rules=rules)
+        trained(net, sync, until=6)  # where a round is sent that is applied a step later
+        met.release()
+        assert back.wait(60)
+        trained(net, sync)
+        return sync
+
+    def comes_late() -> ElasticUpdates:
+        for _ in range(2):
+            assert met.acquire(timeout=60)
+        roll = Roll(3, 2)
+        while not roll.rounds:
+            if (entry := log.read(roll.length)) is not None:
+                roll.take(entry)
+        net, sync = replica(2, "streaming", rules=rules)
+        assert sync.steps_done == 6
+        back.set()
+        trained(net, sync)
+        return sync
+
+    in_threads(lambda: stays(0), lambda: stays(1), comes_late)
+    index = 0
+    while (entry := log.read(index)) is not None:
+        assert not isinstance(entry, Lost)
+        index += 1
+
+
 def test_replicas_that_were_started_differently_are_refused(replica: Callable) -> None:
-    other = model()
+    other = Net()
     with torch.no_grad():
         other[0].weight[0, 0] += 1
 
@@ -209,7 +310,12 @@ def test_replicas_that_were_started_differently_are_refused(replica: Callable) -
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"peers": "group"}, "elastic replicas average all parameters with all: not method.peers = group"),
+        ({"trainable": "next_fragment"}, "elastic replicas do not freeze fragments"),
+        (
+            {"trainable": "slice", "sliced": ("*.weight:0",), "outer": "average", "codec": "fp32", "outer_lr": 1.0}
+            | {"outer_momentum": 0.0, "overlap_steps": 0, "mixing": 0.0},
+            "elastic replicas that train slices send outer gradients: not method.outer = average",
+        ),
         ({"overlap_steps": 3}, "method.overlap_steps = 3 is no less than the 3 steps between two turns"),
         ({"slot": 3}, "slot 3 and a quorum of 2 do not go with 3 slots"),
     ],
@@ -242,8 +348,9 @@ def test_one_whose_store_is_gone_gives_up_with_a_word() -> None:
     child = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=clean_environment())
     port = re.search(r"on port (\d+)", child.stdout.readline()).group(1)
     notes = elastic_store(f"127.0.0.1:{port}", timeout_s=1.0)
-    net, rules = model(), Rules(timeout_s=0.5, grace_s=0.2, alone_s=1.0)
+    net, rules = Net(), Rules(timeout_s=0.5, grace_s=0.2, alone_s=1.0)
     sync = ElasticUpdates(net, notes, slot=0, slots=1, steps=STEPS, sync_every_steps=4, rules=rules)
+    sync.join()
     trained(net, sync, until=6)
     child.kill()
     child.wait()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lowcomm.methods.peers import RandomGroup
-from lowcomm.methods.routing import fixed_route, group_of, groups, random_route
+from lowcomm.methods.routing import fixed_route, groups, random_route
 
 
 @pytest.mark.parametrize(("replicas", "size"), [(2, 2), (4, 2), (5, 2), (7, 2), (7, 3), (7, 4), (8, 4), (9, 9)])
@@ -20,7 +20,7 @@ def test_groups_cover_all_replicas_once_and_leave_nobody_alone(replicas: int, si
         assert min(map(len, found)) >= size
         assert max(map(len, found)) - min(map(len, found)) <= 1
         for replica in range(replicas):
-            assert replica in group_of(replica, 3, (0, turn), replicas, size)
+            assert RandomGroup(size, 3).members((0, turn), replicas, replica) in found
 
 
 def test_odd_replicas_by_hand() -> None:
@@ -58,13 +58,28 @@ def test_each_group_holds_as_many_of_each_kind(replicas: int, size: int, kinds: 
         for group in found:
             counts = [sum(r % kinds == kind for r in group) for kind in range(kinds)]
             assert min(counts) == max(counts) >= size // kinds
-            assert group == group_of(group[-1], 5, (0, turn), replicas, size, kinds)
+            assert group == RandomGroup(size, 5, kinds).members((0, turn), replicas, group[-1])
             largest = max(largest, len(group))
             for a, b in itertools.combinations(group, 2):
                 met[a, b] += 1
     assert largest == RandomGroup(size, 5, kinds).most(replicas)
     unlike = [met[a, b] for a, b in itertools.combinations(range(replicas), 2) if a % kinds != b % kinds]
     assert min(unlike) > 0.85 * max(unlike) > 0
+
+
+@pytest.mark.parametrize("kinds", [1, 2, 4])
+def test_groups_are_of_those_who_are_there(kinds: int) -> None:
+    """Whoever is gone is in no group, nobody is left alone, and where all are there nothing is drawn otherwise."""
+    draw = np.random.default_rng(0)
+    for turn in range(200):
+        present = sorted(draw.choice(16, draw.integers(1, 17), replace=False).tolist())
+        found = groups(5, (0, turn), 16, 4, kinds, present=present)
+        assert sorted(itertools.chain(*found)) == present
+        assert len(found) == max(1, len(present) // 4)
+        assert all(found)
+        if kinds == 1 and len(present) >= 4:
+            assert min(map(len, found)) >= 4
+        assert groups(5, (0, turn), 16, 4, kinds, present=range(16)) == groups(5, (0, turn), 16, 4, kinds)
 
 
 def test_kinds_that_cannot_be_in_each_group_are_refused() -> None:

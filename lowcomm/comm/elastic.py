@@ -46,6 +46,7 @@ from lowcomm.comm.membership import (
     Say,
 )
 from lowcomm.comm.notes import Notes
+from lowcomm.comm.shares import Section
 from lowcomm.comm.transport import CommError
 from lowcomm.comm.wire import Ledger
 from lowcomm.settings import ConfigError
@@ -253,11 +254,30 @@ class Messenger:
             end.close()
 
 
+@dataclass(frozen=True)
+class Payload:
+    """Values of which a round is to find a mean.
+
+    x: flat fp32. sections: of it in order, each with the slots that own it; None where all own everything. codec, seed:
+    how they are encoded. purpose: what the ledger bills them as.
+    """
+
+    x: Tensor
+    codec: Codec
+    purpose: str
+    seed: int = 0
+    sections: Sequence[Section] | None = None
+
+
+#: Of the slots that a round is of, those whose means one wants: itself among them, in ascending order.
+Group = Callable[[list[int]], list[int]]
+
+
 class _Attempt:
     """Stands for `axis.Op` in an encoded mean: swaps tensors with the members of an attempt."""
 
-    def __init__(self, elastic: Elastic, request: Exchange, purpose: str):
-        self.elastic, self.request, self.purpose = elastic, request, purpose
+    def __init__(self, elastic: Elastic, request: Exchange):
+        self.elastic, self.request, self.purpose = elastic, request, ""
         self.axis = SimpleNamespace(ranks=request.members)
         self.until = time.monotonic() + elastic.rules.timeout_s
         self.phase = 0
@@ -323,8 +343,9 @@ class Elastic:
         self.member = Member(who, slot, self.roll, time.monotonic, self.rules)
         self.ledger, self.step = Ledger(), 0
         self._load, self._wants, self._closed = load, 0, False
-        self._payload: tuple[Tensor, Codec, int, str] | None = None
-        self._mean: tuple[tuple[str, ...], Tensor] | None = None
+        self._payloads: Sequence[Payload] = ()
+        self._group: Group = list
+        self._means: tuple[tuple[str, ...], list[Tensor]] | None = None
 
         def packed(wanted: int) -> bytes | None:
             if (found := serve(wanted)) is None:
@@ -349,21 +370,21 @@ class Elastic:
         """Come to the latest round, as `Member.catch_up` says, and load the state that a donor gives."""
         return self._drive(self.member.catch_up())
 
-    def meet(self, x: Tensor, tokens: int, codec: Codec, *, purpose: str, seed: int = 0) -> tuple[Round, Tensor] | None:
-        """Take part in the round under way with flat fp32 values that so many tokens have made.
+    def meet(self, payloads: Sequence[Payload], tokens: int, group: Group = list) -> tuple[Round, list[Tensor]] | None:
+        """Take part in the round under way with values that so many tokens have made.
 
-        Returns the round and the mean over its members, each weighing as its tokens do; None where it went on without
-        this replica.
+        Returns the round, and of each payload the mean over those of its members that are in this replica's group, each
+        weighing as its tokens do; None where the round went on without this replica.
         """
-        self._payload = x, codec, seed, purpose
-        self._mean = None
+        self._payloads, self._group = payloads, group
+        self._means = None
         committed = self._drive(self.member.meet(tokens))
         self.messenger.forget(len(self.roll.rounds) - 1)
         if committed is None:
             return None
-        if self._mean is None or self._mean[0] != committed.members:
+        if self._means is None or self._means[0] != committed.members:
             raise CommError(f"{self.member.who} lacks the mean of a round that it is a member of: {committed.members}")
-        return committed, self._mean[1]
+        return committed, self._means[1]
 
     def wait_for_the_late(self) -> None:
         """After the last round: stay as a donor until all who are present have it, or for as long as a time-out."""
@@ -433,16 +454,22 @@ class Elastic:
         return self.read()
 
     def _exchange(self, request: Exchange) -> str:
-        x, codec, seed, purpose = self._payload
-        members = range(len(request.members))
-        tokens = [self.roll.ready[who] for who in request.members]
-        me = request.members.index(self.member.who)
-        mean = EncodedMean(x.clone(), codec, seed, [(x.numel(), members)], members, me, weights=tokens)
+        members, roll = request.members, self.roll
+        slots = [roll.slot[who] for who in members]
+        met = self._group(sorted(slots))
+        group = sorted((i for i, slot in enumerate(slots) if slot in met), key=lambda i: slots[i])
+        me, tokens = members.index(self.member.who), [roll.ready[members[i]] for i in group]
+        attempt, means = _Attempt(self, request), []
         try:
-            values = mean.alone() if len(members) == 1 else mean.over(_Attempt(self, request, purpose))
+            for payload in self._payloads:
+                attempt.purpose = payload.purpose
+                owned = payload.sections or [(payload.x.numel(), slots)]
+                sections = [(numel, [i for i in group if slots[i] in owners]) for numel, owners in owned]
+                mean = EncodedMean(payload.x.clone(), payload.codec, payload.seed, sections, group, me, tokens)
+                means.append(mean.alone() if len(group) == 1 else mean.over(attempt))
         except NoAnswer as error:
             return error.who
-        self._mean = request.members, values
+        self._means = members, means
         return ""
 
     def _fetch(self, donor: str) -> int | None:

@@ -1,4 +1,4 @@
-"""Local updates of replicas that may leave and come back: DiLoCo and Streaming DiLoCo that outlive their workers.
+"""Local updates of replicas that may leave and come back: DiLoCo, Streaming DiLoCo and NoLoCo that outlive workers.
 
 Every turn of a fragment is a round of `lowcomm.comm.membership`: those who are there average, each weighing as the
 tokens that it has trained on since the round before, and none waits for one that does not answer. A replica that was
@@ -7,6 +7,7 @@ round, while the others go on.
 
     store = lowcomm.elastic_store("head:29400")             kept there by `lowcomm store 29400`
     sync = lowcomm.ElasticUpdates(model, store, slot=2, slots=8, steps=10_000, sync_every_steps=30)
+    sync.join()
     while sync.is_training:
         batch = data.batch(slot=sync.slot, after=sync.tokens_read)
         loss(model, batch).backward()
@@ -17,6 +18,11 @@ round, while the others go on.
 A slot is a share of the data, `tokens_read` how much of it is used, and `steps_done` the step of the run. These go on
 where the run is when a replica joins, so a loop needs no other change. The round's mean, the outer step and what
 travels are those of `LocalUpdates`: as long as nobody leaves, runs of both agree bit for bit.
+
+Of NoLoCo, groups are drawn among those who are there, so nobody's partner is one that is gone. All agree, through the
+store, that a round is over, but values travel inside groups alone; slow weights travel with the outer gradients, as the
+next group is not known before. A newcomer takes the slow weights of one replica. Of Partial Parameter Updates, a slot
+trains the slice of its number, and a slice none of whose owners is in a round has an outer gradient of zero there.
 """
 
 from __future__ import annotations
@@ -35,23 +41,26 @@ import torch
 from torch import Tensor, nn
 
 from lowcomm.codecs import message_seed
-from lowcomm.comm.elastic import Elastic
+from lowcomm.comm.elastic import Elastic, Payload
 from lowcomm.comm.membership import Round, Rules
 from lowcomm.comm.notes import Notes
 from lowcomm.comm.transport import CommError
+from lowcomm.comm.world import World
 from lowcomm.methods.config import MethodConfig
-from lowcomm.methods.engine import holding, named_parameters
+from lowcomm.methods.engine import Change, Engine, Evaluated, holding, named_parameters
 from lowcomm.methods.local_updates import FragmentState, LocalUpdates, begun_with, of_fragment, with_settings
 from lowcomm.methods.outer_state import unflatten_into
-from lowcomm.methods.plan import OUTER, Plan
+from lowcomm.methods.plan import OUTER, SLOW_WEIGHTS, Plan, Turn
 from lowcomm.settings import ConfigError, first_difference
 
 #: What happens to others, seen from one: the slots that a round has no more, or has again.
 Event = Callable[[Round, tuple[int, ...]], None]
+#: A round that was met, and the outer state of its fragment as it leaves it.
+Met = tuple[Round, dict[str, Tensor]]
 
 
-class ElasticUpdates:
-    """Local updates of one replica among those that come and go.
+class ElasticUpdates(Engine):
+    """Local updates of one replica among those that come and go. Begin with `join`, or `load_state_dict` before it.
 
     Args:
         model: any module, or parameters by name; those that want no gradient are left alone. All replicas that are
@@ -61,13 +70,12 @@ class ElasticUpdates:
         slots: how many there are; the first round waits for all of them, if not for longer than the grace window.
         steps: of the whole run.
         quorum: how many a round needs at least; by default half of the slots, and no fewer than one.
-        method: the choices; `settings` replace some of its fields, by default those of DiLoCo. All replicas average
-            with all, and each trains all parameters.
+        method: the choices; `settings` replace some of its fields, by default those of DiLoCo.
         rules: how long others are waited for.
-        seed: of what is random in codecs; the same for all.
+        seed: of everything random (groups, codecs); the same for all.
         host: this machine's name or address, by which others reach it.
-        resume: what `state_dict` gave in an earlier start, for when nobody is left who has as much.
         on_leave, on_join: called with the round, as it is applied, and the slots that it is without, or with again.
+        constrain, layers: as for `LocalUpdates`.
 
     Attributes: `plan`; `steps_done`; `tokens_read`, where in its slot's data this replica is: those that rounds have
     counted, and those that it has trained on since; `rounds` that it was a member of; `missed`, how often the others
@@ -75,6 +83,8 @@ class ElasticUpdates:
 
     Raises ConfigError for choices that do not go together, and where replicas were started with different ones.
     """
+
+    local = True
 
     def __init__(
         self,
@@ -89,33 +99,38 @@ class ElasticUpdates:
         rules: Rules | None = None,
         seed: int = 0,
         host: str = "127.0.0.1",
-        resume: Mapping[str, Tensor] | None = None,
         on_leave: Event | None = None,
         on_join: Event | None = None,
+        constrain: Change | None = None,
+        layers: int | None = None,
         **settings: Any,
     ):
         self.method = method = with_settings(method or LocalUpdates.default, settings)
         self.slot, self.steps, self.seed = slot, steps, seed
         self.on_leave, self.on_join = on_leave, on_join
-        self.named = named_parameters(model)
-        self.plan = Plan({name: tuple(p.shape) for name, p in self.named.items()}, method, slots, seed=seed)
+        self.named = named_parameters(model, trained=method.trainable != "slice")
+        shapes = {name: tuple(p.shape) for name, p in self.named.items()}
+        self.plan = Plan(shapes, method, slots, seed=seed, layers=layers)
         self._check()
         self.fragments = [
             FragmentState(f.pieces, self.named, self.plan.outer, offload=method.offload_outer)
             for f in self.plan.fragments
         ]
-        #: All rounds of the run: (the step after which it is sent, the fragment), the last ones at its end.
-        self._turns = [(step, index) for step in range(1, steps + 1) for index in self.plan.turns(step)]
-        self._turns += [(steps, i) for i in range(len(self.fragments)) if self.plan.closes(i, steps)]
+        self.one_model = self.plan.peers.one_model
+        self.constrain = None if self.plan.codec.lossless else constrain
+        self._turns = self.plan.all_turns(steps)
         self.steps_done = self.tokens_read = self.missed = 0
         self._tokens = self._sent_tokens = 0  # since the last turn, and in what is under way
         self.rounds: list[Round] = []
-        self._next = 0  # of the rounds, the one that this replica sends next
-        self._version, self._present = 0, tuple(range(slots))
+        self._next = 0  # of the turns, the one that this replica sends next
+        self._present = tuple(range(slots))
+        # Of the round met last: the outer state that it leads to is others' to have at once, and the model's when due.
+        self._version, self._met = 0, {}
         self._lock = threading.Condition()
-        self._under_way: tuple[int, Future] | None = None
+        self._under_way: tuple[int, Future[Round | None]] | None = None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=f"elastic-{slot}")
         self._agree(notes, "settings", begun_with(method, self.named, slots=slots, steps=steps, seed=seed))
+        self.notes = notes
         self.elastic = Elastic(
             notes,
             f"{slot}.{uuid.uuid4().hex[:12]}",
@@ -128,24 +143,20 @@ class ElasticUpdates:
             serve=self._serve,
             load=self._load,
         )
-        try:
-            self.elastic.read()
-            if resume is not None:
-                self._put(resume)
-            elif not self.elastic.roll.rounds:
-                self._agree(notes, "weights", {"initial weights": self._digest()})
-            self.elastic.join(self._version)
-            self._catch_up()
-        except BaseException:
-            self.close()
-            raise
+
+    @classmethod
+    def of(cls, model: nn.Module, world: World, method: MethodConfig, **known: Any) -> ElasticUpdates:
+        """Elastic updates of a model; `known` as for the constructor, `notes` among them. The world is not used."""
+        return cls(model, known.pop("notes"), method=method, **known)
 
     def _check(self) -> None:
         m = self.method
-        if m.peers != "all" or m.trainable != "all" or self.plan.outer.needs_peers:
+        if m.trainable == "next_fragment":
+            raise ConfigError("elastic replicas do not freeze fragments: not method.trainable = next_fragment")
+        if m.trainable == "slice" and self.plan.outer.sends_parameters:
             raise ConfigError(
-                f"elastic replicas average all parameters with all: not method.peers = {m.peers}, method.trainable ="
-                f" {m.trainable}, method.outer = {m.outer}"
+                f"elastic replicas that train slices send outer gradients: not method.outer = {m.outer}, as nobody may"
+                " be there to send the parameters of a slice"
             )
         apart = m.sync_every_steps // len(self.plan.fragments)
         if (tau := self.plan.overlap(self.slot)) >= apart:
@@ -168,6 +179,22 @@ class ElasticUpdates:
             raise CommError("the store of the replicas' membership does not answer")
         if differs := first_difference(json.loads(there), json.loads(told), "there"):
             raise ConfigError(f"replicas were started differently: {differs}")
+
+    def join(self) -> None:
+        """Take the slot, and come to where the others are, if they are under way.
+
+        Raises ConfigError where replicas begin with different weights, and where the run is over and nobody is left of
+        whom its end could be had; then this replica has left.
+        """
+        try:
+            self.elastic.read()
+            if not self._version and not self.elastic.roll.rounds:
+                self._agree(self.notes, "weights", {"initial weights": self._digest()})
+            self.elastic.join(self._version)
+            self._catch_up()
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def is_training(self) -> bool:
@@ -206,47 +233,83 @@ class ElasticUpdates:
         self._pool.shutdown()
 
     @contextmanager
-    def evaluated(self) -> Iterator[None]:
-        """Inside, the model holds the parameters last agreed."""
+    def evaluated(self, which: Evaluated = "agreed") -> Iterator[None]:
+        """Inside, the model holds the parameters last agreed, as of the rounds that this replica has applied.
+
+        Raises ConfigError for parameters of other replicas, who may not be there to be asked.
+        """
+        if which != "agreed":
+            raise ConfigError(f"elastic replicas evaluate the parameters last agreed, not {which}")
         with ExitStack() as stack:
             for fragment in self.fragments:
                 stack.enter_context(holding(fragment.parameters, fragment.agreed))
             yield
 
+    def weights(self) -> dict[str, Tensor]:
+        """The parameters last agreed, in fp32; where replicas have their own, this one's."""
+        whole = {n: torch.empty(p.shape, dtype=torch.float32, device=p.device) for n, p in self.named.items()}
+        for fragment in self.fragments:
+            for piece, (_, value) in zip(fragment.pieces, fragment.values(fragment.agreed), strict=True):
+                piece.of(whole[piece.parameter]).copy_(value)
+        return whole
+
     def _is_turn(self) -> bool:
-        """Tell whether a turn is due; those at the end of the run belong to `finish`."""
+        """Tell whether a turn is due; those that close the run belong to `finish`."""
         if self._next == len(self._turns):
             return False
-        step, index = self._turns[self._next]
-        return step <= self.steps_done and (step < self.steps or index in self.plan.turns(step))
+        turn = self._turns[self._next]
+        return turn.step <= self.steps_done and not turn.is_closing
 
     def _send(self) -> None:
         if self._under_way is not None:
             self._apply()
             return  # and perhaps this replica has come to where the others are
-        step, index = self._turns[self._next]
-        message, self.elastic.step = self.fragments[index].message(), step
-        seed = message_seed(self.seed, step, index, self.slot)
-        meeting = self._pool.submit(self.elastic.meet, message, self._tokens, self.plan.codec, purpose=OUTER, seed=seed)
+        turn = self._turns[self._next]
+        self.elastic.step = turn.step
+        meeting = self._pool.submit(self._meet, turn, self._payloads(turn), self._tokens)
         self._sent_tokens, self._tokens = self._tokens, 0
         self._next += 1
-        self._under_way = step + (self.plan.overlap(self.slot) if step < self.steps else 0), meeting
+        self._under_way = turn.step + (0 if turn.step == self.steps else self.plan.overlap(self.slot)), meeting
+
+    def _payloads(self, turn: Turn) -> list[Payload]:
+        fragment, plan = self.fragments[turn.fragment], self.plan
+        seed = message_seed(self.seed, turn.step, turn.fragment, self.slot)
+        sections = plan.fragments[turn.fragment].sections if self.method.trainable == "slice" else None
+        found = [Payload(fragment.message(), plan.codec, OUTER, seed, sections)]
+        if SLOW_WEIGHTS in plan.purposes(turn.number):
+            found.append(Payload(fragment.agreed.clone(), plan.fp32, SLOW_WEIGHTS))
+        return found
+
+    def _meet(self, turn: Turn, payloads: list[Payload], tokens: int) -> Round | None:
+        """Meet the others, and take the outer step with what they say, for others to have; beside the inner steps."""
+        fragment = self.fragments[turn.fragment]
+
+        def group(present: list[int]) -> list[int]:
+            return self.plan.group(turn.fragment, turn.number, self.slot, present=present)
+
+        if (met := self.elastic.meet(payloads, tokens, group)) is None:
+            return None
+        committed, means = met
+        mean, *peers = (value.to(fragment.parameters[0].device) for value in means)
+        if self.constrain is not None:
+            self.constrain(fragment.values(mean))
+        state = fragment.after(mean, *peers)
+        with self._lock:
+            self._version, self._met = committed.id, {turn.fragment: state}
+            self._lock.notify_all()
+        return committed
 
     def _apply(self) -> None:
         _, meeting = self._under_way
         self._under_way = None
-        if (met := meeting.result()) is None:
+        if (committed := meeting.result()) is None:
             self.missed += 1
             self._catch_up()
             return
-        committed, mean = met
-        index = self._turns[self._next - 1][1]
-        fragment = self.fragments[index]
         with self._lock:
-            fragment.apply(mean.to(fragment.parameters[0].device), self.method.mixing)
-            fragment.turns += 1
-            self._version = committed.id
-            self._lock.notify_all()
+            for index, state in self._met.items():
+                self.fragments[index].adopt(state, self.method.mixing)
+            self._met = {}
         self.rounds.append(committed)
         self._tell(committed)
 
@@ -267,9 +330,13 @@ class ElasticUpdates:
             self._next, self._tokens = done, self._tokens + self._sent_tokens
             return
         if done > self._next:
-            self.steps_done = self._turns[done - 1][0]
+            self.steps_done = self._turns[done - 1].step
         self._next, self._tokens = done, 0
         self.tokens_read = self.elastic.roll.tokens(self.slot)
+
+    def map(self, change: Change) -> None:
+        """Refused: what is kept of parameters is others' too."""
+        raise ConfigError("elastic replicas keep to the subspace that they begin with, as others do")
 
     def state_dict(self) -> dict[str, Tensor]:
         """The parameters last agreed and the outer state, and which round they are of: what a start can resume from."""
@@ -277,16 +344,17 @@ class ElasticUpdates:
             state = {
                 f"{index}/{name}": value.detach().cpu().clone()
                 for index, fragment in enumerate(self.fragments)
-                for name, value in fragment.outer_state().items()
+                for name, value in self._met.get(index, fragment.outer_state()).items()
             }
             return state | {"version": torch.tensor(self._version)}
 
-    def _put(self, state: Mapping[str, Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Put back what `state_dict` gave; the model's parameters become those last agreed."""
         with self._lock:
             for index, fragment in enumerate(self.fragments):
                 fragment.put_outer_state(of_fragment(state, index))
                 unflatten_into(fragment.agreed, fragment.parameters)
-            self._version = int(state["version"])
+            self._version, self._met = int(state["version"]), {}
             self._lock.notify_all()
 
     def _serve(self, wanted: int) -> tuple[int, bytes] | None:
@@ -297,4 +365,4 @@ class ElasticUpdates:
         return int(state["version"]), safetensors.torch.save(state)
 
     def _load(self, raw: bytes) -> None:
-        self._put(safetensors.torch.load(raw))
+        self.load_state_dict(safetensors.torch.load(raw))

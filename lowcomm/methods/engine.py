@@ -124,8 +124,11 @@ class Engine(Choice, ABC):
     def average_gradients(self) -> None:
         """Between the backward pass and clipping."""
 
-    def step(self) -> dict[str, float]:
-        """After an inner step: exchange what is due. Returns what is worth logging."""
+    def step(self, tokens: int = 1) -> dict[str, float]:
+        """After an inner step: exchange what is due. Returns what is worth logging.
+
+        `tokens`: how many the replica has trained on in this step, for engines by which they weigh.
+        """
         return {}
 
     def finish(self) -> dict[str, float]:

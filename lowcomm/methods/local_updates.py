@@ -112,10 +112,31 @@ class FragmentState:
 
         `peers`: as in `OuterOptimizer.step`.
         """
+        self._step(self._on_device(), mean, peers)
+        self._mix(mixing)
+
+    def after(self, mean: Tensor, peers: Tensor | None = None) -> dict[str, Tensor]:
+        """Return outer state as `apply` would leave it; that of this fragment stays as it is, until `adopt`."""
+        state = {name: value.clone() for name, value in self._on_device().items()}
+        self._step(state, mean, peers)
+        return state
+
+    def adopt(self, state: Mapping[str, Tensor], mixing: float) -> None:
+        """Take outer state that `after` has returned, then mix, as `apply` does."""
+        for name, value in self._on_device().items():
+            value.copy_(state[name])
+        self._mix(mixing)
+
+    def _on_device(self) -> dict[str, Tensor]:
         names = self._state.names
-        values = dict(zip(names, self._state.use(*names), strict=True))
-        agreed = values.pop("agreed")
-        self.outer.step(agreed, mean, values, peers)
+        return dict(zip(names, self._state.use(*names), strict=True))
+
+    def _step(self, state: dict[str, Tensor], mean: Tensor, peers: Tensor | None) -> None:
+        buffers = {name: value for name, value in state.items() if name != "agreed"}
+        self.outer.step(state["agreed"], mean, buffers, peers)
+
+    def _mix(self, mixing: float) -> None:
+        (agreed,) = self._state.use("agreed")
         if mixing == 0:
             unflatten_into(agreed, self.parameters)
         else:
@@ -244,8 +265,11 @@ class LocalUpdates(Engine):
     def check(cls, method: MethodConfig, replicas: int) -> None:
         """Nothing: the plan checks what local updates need."""
 
-    def step(self) -> dict[str, float]:
-        """After an inner step: send the fragments whose turn it is, apply those that are due."""
+    def step(self, tokens: int = 1) -> dict[str, float]:
+        """After an inner step: send the fragments whose turn it is, apply those that are due.
+
+        All replicas weigh alike, whatever their `tokens`.
+        """
         self.steps_done += 1
         self.world.step = step = self.steps_done
         logged: dict[str, float] = {}

@@ -35,7 +35,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lowcomm.comm.world import World
 from lowcomm.model.decoder import MLP, Decoder, recomputing
 from lowcomm.settings import ConfigError
 
@@ -240,17 +239,18 @@ def train_slice(model: nn.Module, parts: Sequence[Piece], own: int) -> dict[str,
     return trained
 
 
-def slice_parameters(model: nn.Module, world: World, sliced: Sequence[str], slices: int) -> dict[str, Tensor]:
-    """Let this replica train one of `slices` slices of some matrices, and all of the rest; for any model.
+def slice_parameters(model: nn.Module, replica: int, sliced: Sequence[str], slices: int) -> dict[str, Tensor]:
+    """Let a replica train one of `slices` slices of some matrices, and all of the rest; for any model.
 
-    sliced: "PATTERN:DIMENSION" for each sort of linear layer, e.g. ["*.up_proj.weight:0", "*.down_proj.weight:1"], or
-    the parts of a `Decoder` ("mlp"). Returns what is trained, by the names of the parameters: give it to the inner
+    replica: its number (`World.replica`, or a slot); replica k trains slice k mod `slices`. sliced: "PATTERN:DIMENSION"
+    for each sort of linear layer, e.g. ["*.up_proj.weight:0", "*.down_proj.weight:1"], or the parts of a `Decoder`
+    ("mlp"). Returns what is trained, by the names of the parameters: give it to the inner
     optimizer, and the same `sliced` and `slices`, with trainable="slice", to `LocalUpdates`. The model must be on its
     device already. Raises ConfigError where something does not divide or match.
     """
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     layers = getattr(getattr(model, "config", None), "layers", 1)
-    return train_slice(model, pieces(shapes, sliced, slices, layers), world.replica % slices)
+    return train_slice(model, pieces(shapes, sliced, slices, layers), replica % slices)
 
 
 def detach_others(model: Decoder, kept: Sequence[int], slices: int) -> None:

@@ -6,11 +6,12 @@ To add one, write a file in this folder with a class that derives from `Peers` a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import ClassVar
 
 from lowcomm.choices import Choice
 from lowcomm.methods.config import MethodConfig
-from lowcomm.methods.routing import group_of
+from lowcomm.methods.routing import groups
 from lowcomm.settings import ConfigError
 
 #: Of which exchange: fragment, and how many turns it has had before.
@@ -35,8 +36,11 @@ class Peers(Choice, ABC):
         """Raise ConfigError for settings with which it does not work."""
 
     @abstractmethod
-    def members(self, turn: Turn, replicas: int, replica: int) -> list[int]:
-        """With whom `replica` averages at a turn, itself among them, in ascending order."""
+    def members(self, turn: Turn, replicas: int, replica: int, *, present: Sequence[int] | None = None) -> list[int]:
+        """With whom `replica` averages at a turn, itself among them, in ascending order.
+
+        `present`: the replicas that are there, in ascending order, where some may be gone.
+        """
 
     @abstractmethod
     def most(self, replicas: int) -> int:
@@ -53,8 +57,8 @@ class AllReplicas(Peers):
     def of(cls, method: MethodConfig, seed: int) -> AllReplicas:
         return cls()
 
-    def members(self, turn: Turn, replicas: int, replica: int) -> list[int]:
-        return list(range(replicas))
+    def members(self, turn: Turn, replicas: int, replica: int, *, present: Sequence[int] | None = None) -> list[int]:
+        return list(range(replicas) if present is None else present)
 
     def most(self, replicas: int) -> int:
         return replicas
@@ -88,8 +92,9 @@ class RandomGroup(Peers):
                 " must hold owners of every slice"
             )
 
-    def members(self, turn: Turn, replicas: int, replica: int) -> list[int]:
-        return group_of(replica, self.seed, turn, replicas, self.size, self.slices)
+    def members(self, turn: Turn, replicas: int, replica: int, *, present: Sequence[int] | None = None) -> list[int]:
+        drawn = groups(self.seed, turn, replicas, self.size, self.slices, present=present)
+        return next(group for group in drawn if replica in group)
 
     def most(self, replicas: int) -> int:
         return self.slices * -(-(replicas // self.slices) // (replicas // self.size))

@@ -50,6 +50,19 @@ class Fragment:
     offset: int
 
 
+@dataclass(frozen=True)
+class Turn:
+    """One turn of a fragment in a run: after which step it is sent, and how many it had before.
+
+    is_closing: whether it is besides the fragment's turns, after the last step.
+    """
+
+    step: int
+    fragment: int
+    number: int
+    is_closing: bool
+
+
 def check_method(method: MethodConfig, replicas: int) -> None:
     """Raise ConfigError where the settings of a method do not go together, whatever the model."""
     check_bounds("method", method)
@@ -171,11 +184,24 @@ class Plan:
         """Turns of a fragment in a run of `steps`, that at its end included."""
         return self.schedule.turns_of(fragment, steps) + self.closes(fragment, steps)
 
+    def all_turns(self, steps: int) -> list[Turn]:
+        """All turns of a run of `steps`, in the order in which they are sent; the last ones may close it."""
+        found, had = [], [0] * len(self.fragments)
+        closing = [i for i in range(len(self.fragments)) if self.closes(i, steps)]
+        for step in range(1, steps + 1):
+            for fragment in self.turns(step) + (closing if step == steps else []):
+                found.append(Turn(step, fragment, had[fragment], is_closing=step == steps and fragment in closing))
+                had[fragment] += 1
+        return found
+
     # Among whom
 
-    def group(self, fragment: int, turn: int, replica: int) -> list[int]:
-        """The replicas with which one averages at a turn, itself among them, in ascending order."""
-        return self.peers.members((fragment, turn), self.replicas, replica)
+    def group(self, fragment: int, turn: int, replica: int, *, present: Sequence[int] | None = None) -> list[int]:
+        """The replicas with which one averages at a turn, itself among them, in ascending order.
+
+        `present`: the replicas that are there, in ascending order, where some may be gone.
+        """
+        return self.peers.members((fragment, turn), self.replicas, replica, present=present)
 
     def is_plain(self, fragment: int) -> bool:
         """Tell whether turns of this fragment with all replicas are ordinary means of fp32 values, in two phases."""

@@ -5,6 +5,7 @@ Nothing is communicated: a draw is a pure function of the seed and of what it is
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,32 +17,39 @@ def _permutation(count: int, *key: int) -> list[int]:
     return np.random.default_rng(key).permutation(count).tolist()
 
 
-def groups(seed: int, key: tuple[int, ...], replicas: int, size: int, kinds: int = 1) -> list[list[int]]:
+def groups(
+    seed: int,
+    key: tuple[int, ...],
+    replicas: int,
+    size: int,
+    kinds: int = 1,
+    *,
+    present: Sequence[int] | None = None,
+) -> list[list[int]]:
     """The replicas in random groups of at least `size` (NoLoCo, section 3.2), each in ascending order.
 
     There are replicas // size groups, as equal as they can be: where `size` does not divide, some hold one more (or
     several, where there are few groups), so that nobody is left alone. `key` says of which turn, of which fragment.
 
     Replica r is of kind r mod `kinds` (the slice that it trains, say), and each group holds as many of one kind as of
-    any other, or nearly where `size` does not divide. Raises ValueError where the numbers do not allow that.
+    any other, or nearly where `size` does not divide.
+
+    `present`: the replicas that are there, in ascending order, where some are not; the groups are then of these, and
+    fewer of them than `size` are one group. Raises ValueError where the numbers do not allow that.
     """
     if not 1 <= size <= replicas:
         raise ValueError(f"groups of {size} among {replicas} replicas: the size must be between 1 and the replicas")
     if size % kinds or replicas % kinds:
         raise ValueError(f"{kinds} kinds must divide groups of {size}, and {replicas} replicas")
-    each, count = replicas // kinds, replicas // size
-    bounds = [each * g // count for g in range(count + 1)]
+    there = range(replicas) if present is None else present
+    count = max(1, len(there) // size)
     found: list[list[int]] = [[] for _ in range(count)]
     for kind in range(kinds):
-        order = _permutation(each, seed, _GROUPS, *key, *([kind] if kinds > 1 else []))
+        some = [r for r in there if r % kinds == kind]
+        order = _permutation(len(some), seed, _GROUPS, *key, *([kind] if kinds > 1 else []))
         for g, group in enumerate(found):
-            group += [kind + kinds * i for i in order[bounds[g] : bounds[g + 1]]]
+            group += [some[i] for i in order[len(some) * g // count : len(some) * (g + 1) // count]]
     return [sorted(group) for group in found]
-
-
-def group_of(replica: int, seed: int, key: tuple[int, ...], replicas: int, size: int, kinds: int = 1) -> list[int]:
-    """The group that a replica is in."""
-    return next(g for g in groups(seed, key, replicas, size, kinds) if replica in g)
 
 
 @dataclass(frozen=True)
