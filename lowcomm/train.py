@@ -19,6 +19,12 @@ machine's name resolves; where that is 127.0.0.1, set GLOO_SOCKET_IFNAME to the 
     torchrun --nnodes 4 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint first-machine:29500 \\
         -m lowcomm.train noloco --variant dp4_pp2 --scale gpu --out /shared/noloco
 
+Where machines leave and come back, replicas of local updates need no torchrun: each is started by itself, as often as
+it has ended, and goes on with whoever is there (`lowcomm.ElasticUpdates`). Each slot has a folder in --out.
+
+    lowcomm store 29400                                            on a machine that stays
+    lowcomm train diloco_m2 --store that-machine:29400 --slot 0    and --slot 1 on another
+
 Under SLURM, sbatch of
 
     #!/bin/bash
@@ -42,6 +48,8 @@ import time
 import traceback
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from lowcomm.comm.start import world_from_torchrun
 from lowcomm.comm.world import World
@@ -87,6 +95,12 @@ def _told(config: RunConfig, folder: RunFolder, summary: dict[str, Any]) -> str:
     """Say in a line what a run found, and where it is."""
     if not summary["complete"]:
         return f"{config.title} was stopped after step {summary['step']}: the same command continues ({folder.out})"
+    if "slot" in summary:
+        return (
+            f"{config.title}, slot {summary['slot']}: validation loss {summary['val_loss']:.4f} after"
+            f" {summary['tokens']:,} tokens in {len(summary['rounds'])} rounds, of which each had"
+            f" {summary['participation']:.1%} of the replicas in the mean; {folder.out}"
+        )
     sent = max(a + b for a, b in zip(summary["sent_bytes_per_rank"], summary["routed_bytes_per_rank"], strict=True))
     return (
         f"{config.title}: validation loss {summary['val_loss']:.4f} (perplexity {summary['val_perplexity']:.4g}) after"
@@ -170,6 +184,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--data", type=Path, help="prepared corpus (default: build/data/SCALE/CORPUS)")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override a setting")
     parser.add_argument("--project", type=Path, help="folder of params.yaml (default: the working one, or one above)")
+    parser.add_argument(
+        "--store", metavar="HOST:PORT", help="train one replica of those that come and go, by its store"
+    )
+    parser.add_argument("--slot", type=int, help="with --store: which replica, from 0")
+    parser.add_argument("--quorum", type=int, help="with --store: replicas that a round needs (default: half)")
+    parser.add_argument("--grace", type=float, metavar="SECONDS", help="with --store: wait so long for those not ready")
+    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="with --store: wait so long for an answer")
     parser.add_argument("--jobs", type=Path, metavar="FILE", help="several runs: a JSON list of what else stands here")
     return parser
 
@@ -184,9 +205,53 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if (args.run is None) == (args.jobs is None):
         parser.error("name a run, or a file of --jobs, or ask for --list")
+    if (args.store is None) != (args.slot is None):
+        parser.error("--store and --slot are said together")
+    if args.store is not None and (args.all or args.jobs):
+        parser.error("--store is for one replica of one run: --all and --jobs mean nothing with it")
     with stopping_on_signals():
-        _train_all(args)
+        if args.store is None:
+            _train_all(args)
+        else:
+            _train_slot(args)
     return 0
+
+
+def _train_slot(args: argparse.Namespace) -> None:
+    """Train one replica of those that come and go; where that fails, say why and end this process."""
+    from lowcomm.comm.membership import Rules
+    from lowcomm.comm.processes import elastic_store
+    from lowcomm.experiment.elastic import train_elastic
+
+    try:
+        ((config, folder, data),) = _points(args)
+        said = {"grace_s": args.grace, "timeout_s": args.timeout}
+        rules = Rules(**{name: value for name, value in said.items() if value is not None})
+        torch.set_num_threads(1)  # as under torchrun
+        summary = train_elastic(
+            config,
+            elastic_store(args.store),
+            args.slot,
+            data,
+            folder,
+            rules=rules,
+            quorum=args.quorum,
+            on_row=Progress(config),
+            again=args.again,
+        )
+        print(_told(config, folder, summary), flush=True)
+    except Exception as error:
+        _say(f"slot {args.slot}", error)
+        os._exit(1)
+
+
+def _say(who: str, error: Exception) -> None:
+    """Say why this process fails: in a line, where it is one of those that are foreseen."""
+    if isinstance(error, ValueError | RuntimeError):
+        log.error("%s: %s: %s", who, type(error).__name__, error)
+    else:
+        traceback.print_exc()
+    sys.stderr.flush()
 
 
 def _train_all(args: argparse.Namespace) -> None:
@@ -215,13 +280,9 @@ def _train_all(args: argparse.Namespace) -> None:
             world.transport.close()
     except Exception as error:
         rank = os.environ.get("RANK", "0")
-        if isinstance(error, ValueError | RuntimeError):
-            log.error("rank %s: %s: %s", rank, type(error).__name__, error)
-        else:
-            traceback.print_exc()
+        _say(f"rank {rank}", error)
         if world is not None:
             world.transport.abort(f"rank {rank} failed: {type(error).__name__}: {error}")
-        sys.stderr.flush()
         os._exit(1)  # wires may still wait for peers; nothing here is worth waiting for
 
 

@@ -217,16 +217,26 @@ def run_case(case: str, replicas: int, stages: int, folder: Path, comm: dict[str
 
 
 def in_threads(*bodies: Callable[[], object]) -> list:
-    """Run some functions at once, each in a thread, and return what they return, within a minute."""
+    """Run some functions at once, each in a thread, and return what they return, within a minute.
+
+    Raises what one of them raises.
+    """
     found: list = [None] * len(bodies)
+    raised: list[BaseException] = []
 
     def run(i: int) -> None:
-        found[i] = bodies[i]()
+        try:
+            found[i] = bodies[i]()
+        except BaseException as error:
+            raised.append(error)
 
     threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(len(bodies))]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join(60)
+    end = time.monotonic() + 60
+    while any(thread.is_alive() for thread in threads) and not raised and time.monotonic() < end:
+        time.sleep(0.01)
+    if raised:
+        raise raised[0]
     assert not any(thread.is_alive() for thread in threads)
     return found

@@ -313,7 +313,7 @@ class Elastic:
         slot: its share of the data.
         slots, quorum, end: as for `membership.Roll`.
         rules: how long it waits.
-        host: the interface by which others reach it.
+        host: the address by which others reach it; by default that by which it reaches the store.
         serve: gives the agreed state to whoever asks: its version and bytes. It is told the version that is wanted, for
             which it may wait a while; None where it has none as late.
         load: takes the bytes of such a state.
@@ -333,7 +333,7 @@ class Elastic:
         load: Callable[[bytes], None],
         end: int | None = None,
         rules: Rules | None = None,
-        host: str = "127.0.0.1",
+        host: str | None = None,
     ):
         if not 0 <= slot < slots or not 1 <= quorum <= slots:
             raise ConfigError(f"slot {slot} and a quorum of {quorum} do not go with {slots} slots")
@@ -354,7 +354,7 @@ class Elastic:
             return struct.pack("!q", version) + state
 
         self.messenger = Messenger(
-            who, host=host, timeout_s=self.rules.timeout_s, address_of=self._address_of, serve=packed
+            who, host=host or notes.here, timeout_s=self.rules.timeout_s, address_of=self._address_of, serve=packed
         )
         notes.write(f"address/{who}", json.dumps(self.messenger.address))
 
@@ -392,15 +392,21 @@ class Elastic:
         while time.monotonic() < until and not (self.read() and self.roll.donors() == self.roll.present()):
             time.sleep(_LOOK_S)
 
-    def close(self) -> None:
-        """End its connections, and what it is in: that raises CommError."""
+    def stop(self) -> None:
+        """End what another thread of this replica is in: that raises CommError."""
         self._closed = True
+
+    def close(self) -> None:
+        """Leave, so that nobody waits for this replica, and end its connections."""
+        self._closed = False
+        self._drive(self.member.leave())
+        self.stop()
         self.messenger.close()
 
     def is_at(self, request: Exchange) -> bool:
         """Tell whether an attempt is still under way, as far as the log can be read."""
         self.read()
-        return self.roll.key == request.key
+        return self.roll.key == request.key and not self._closed
 
     def _drive(self, steps: Generator[Request, Any, Any]) -> Any:
         """Carry out requests. Raises CommError where nothing moves for `Rules.alone_s`, or this replica has left."""

@@ -357,6 +357,11 @@ class Member:
                 yield from self._go_back()
                 alone_since = None
 
+    def leave(self) -> Generator[Request, Any, None]:
+        """Give the slot up, so that nobody waits for this replica."""
+        if self.roll.holds(self.who) and self.slot in self.roll.awaited and not self.roll.is_over:
+            yield Say(Lost(self.who, *self.roll.key, self.who))
+
     def _go_back(self) -> Generator[Request, Any, None]:
         roll = self.roll
         most = max((roll.rounds_of(roll.version[who]) for who in roll.present()), default=0)

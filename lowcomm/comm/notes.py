@@ -32,10 +32,11 @@ class Notes:
         store: with a connection of its own, as notes are read while other calls block.
         within_s: how long an answer is waited for, in seconds.
         port: of the store, for whoever is to tell others of it.
+        here: this machine's address on the network by which it reaches the store.
     """
 
-    def __init__(self, store: KeyValueStore, within_s: float, *, port: int = 0):
-        self._store, self._within_s, self.port = store, within_s, port
+    def __init__(self, store: KeyValueStore, within_s: float, *, port: int = 0, here: str = "127.0.0.1"):
+        self._store, self._within_s, self.port, self.here = store, within_s, port, here
         self._asked: queue.SimpleQueue[tuple[Future[str | None], Callable[[], str | None]]] = queue.SimpleQueue()
         self._last: Future[str | None] | None = None
         threading.Thread(target=self._answer, name="notes", daemon=True).start()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import queue
+import socket
 import threading
 import zlib
 from collections import deque
@@ -45,7 +46,15 @@ def elastic_store(address: str, *, hosts: bool = False, timeout_s: float = 30.0)
     except RuntimeError as error:
         why = str(error).splitlines()[0]
         raise CommError(f"no store of elastic replicas at {address}: {why} (lowcomm store {port} starts one)") from None
-    return Notes(found, min(timeout_s, _ANSWERED_WITHIN_S), port=found.port)
+    return Notes(found, min(timeout_s, _ANSWERED_WITHIN_S), port=found.port, here=_address_towards(host, found.port))
+
+
+def _address_towards(host: str, port: int) -> str:
+    """This machine's address on the network by which it reaches another. (Nothing is sent.)"""
+    family, kind, _, _, there = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(there)
+        return probe.getsockname()[0]
 
 
 def _bytes_of(x: Tensor) -> Tensor:

@@ -21,11 +21,18 @@ from lowcomm.settings import ConfigError
 
 
 class Metrics:
-    """Rows of JSON, written as the run goes; a resume drops the rows after its checkpoint."""
+    """Rows of JSON, written as the run goes.
 
-    def __init__(self, path: Path, resumed_at: int):
+    resumed_at: the step of the checkpoint from which the run goes on; rows after it are dropped. With None all rows are
+    kept, as those of a replica that comes back to where the others are.
+    """
+
+    def __init__(self, path: Path, resumed_at: int | None):
         path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [line + "\n" for step, line in _whole_rows(path) if step <= resumed_at] if resumed_at else []
+        if resumed_at is None:
+            kept = [line for line in path.read_text().splitlines(True) if line.endswith("\n")] if path.exists() else []
+        else:
+            kept = [line + "\n" for step, line in _whole_rows(path) if step <= resumed_at] if resumed_at else []
         path.write_text("".join(kept))
         self._file = path.open("a")
         self._held: list[dict[str, Any]] = []

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lowcomm.comm.start import run_threads
 from lowcomm.comm.world import World
@@ -70,14 +71,14 @@ def train(
         raise ConfigError(f"output folder {folder.out} cannot be written: {error}") from None
     t = config.train
     data = TokenData(data_folder, seq_len=t.seq_len, global_batch=t.global_batch, seed=config.seed)
-    world.agree(_started_with(config, data))
+    world.agree(started_with(config, data))
     trainer = Trainer(config, world, data)
     run = config.identity() | {"tokenizer": data.card["tokenizer_sha256"]}
     with _claimed(folder, world, run, again=again) as claim:
         return _train(trainer, folder, run, claim, on_row)
 
 
-def _started_with(config: RunConfig, data: TokenData) -> dict[str, Any]:
+def started_with(config: RunConfig, data: TokenData) -> dict[str, Any]:
     """Return what all ranks must have been started with, by name."""
     told = config.flat() | {"source": _SOURCE, "tokenizer": data.card["tokenizer_sha256"]}
     told |= {f"corpus, {split}": [s["sha256"] for s in part["shards"]] for split, part in data.card["splits"].items()}
@@ -116,13 +117,7 @@ def _train(
     start, elapsed = 0, 0.0
     if found is not None:
         start, tensors, meta = found
-        try:
-            trainer.load(tensors)
-        except (KeyError, ValueError) as error:
-            raise ConfigError(
-                f"the checkpoint of step {start} in {folder.checkpoints} is not of this code: {error}; delete it to go"
-                " on from the one before"
-            ) from None
+        put_back(trainer, start, tensors, folder)
         world.ledger.load(meta["ledger"])
         log.info("resuming %s at step %d", config.name, start)
         elapsed = meta["elapsed"]
@@ -170,6 +165,17 @@ def _train(
         clock.close()
 
 
+def put_back(trainer: Trainer, step: int, tensors: dict[str, Tensor], folder: RunFolder) -> None:
+    """Load a checkpoint's tensors. Raises ConfigError where they are not this code's."""
+    try:
+        trainer.load(tensors)
+    except (KeyError, ValueError) as error:
+        raise ConfigError(
+            f"the checkpoint of step {step} in {folder.checkpoints} is not of this code: {error}; delete it to go"
+            " on from the one before"
+        ) from None
+
+
 def train_in_threads(
     config: RunConfig,
     data_folder: Path,
@@ -199,8 +205,15 @@ def _save(
 
 def _finish(trainer: Trainer, checkpoints: Checkpoints, folder: RunFolder) -> dict[str, Any]:
     """Write what the run found, when all steps are done; returns the summary."""
+    summary = _summary(trainer, read_metrics(folder.metrics(trainer.world.rank)))
+    write_results(trainer, folder, summary)
+    checkpoints.clear()
+    return summary
+
+
+def write_results(trainer: Trainer, folder: RunFolder, summary: dict[str, Any]) -> None:
+    """Write the trace, the times, the evaluated parameters and, last of all, the summary."""
     world, seconds = trainer.world, trainer.world.clock.elapsed()
-    summary = _summary(trainer, read_metrics(folder.metrics(world.rank)))
     weights = trainer.whole(trainer.engine.weights())
     if world.trace is not None:
         lines = [json.dumps(dataclasses.asdict(span)) + "\n" for span in world.trace.spans]
@@ -211,8 +224,6 @@ def _finish(trainer: Trainer, checkpoints: Checkpoints, folder: RunFolder) -> di
         partial = folder.summary.with_suffix(".tmp")
         partial.write_text(json.dumps(summary, indent=1) + "\n")
         partial.rename(folder.summary)  # there only when the run is complete
-    checkpoints.clear()
-    return summary
 
 
 def _summary(trainer: Trainer, rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -250,13 +261,18 @@ def _summary(trainer: Trainer, rows: list[dict[str, Any]]) -> dict[str, Any]:
         "sent_bytes_per_rank": everyone[:, 2].long().tolist(),
         "routed_bytes_per_rank": everyone[:, 3].long().tolist(),
         "peak_step_bytes": int(everyone[:, 4].max()),
-        "environment": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "device": torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else platform.machine(),
-            "transport": type(world.transport).__name__,
-            "reduction": world.reduction,
-        },
+        "environment": environment(world),
+    }
+
+
+def environment(world: World) -> dict[str, str]:
+    """Return what a run was made with that may differ from machine to machine."""
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else platform.machine(),
+        "transport": type(world.transport).__name__,
+        "reduction": world.reduction,
     }
 
 

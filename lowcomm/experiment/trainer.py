@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from lowcomm.comm.world import World
 from lowcomm.experiment.batches import TokenData, differences
 from lowcomm.experiment.config import RunConfig, TrainConfig
 from lowcomm.methods.boundary import make_boundary
+from lowcomm.methods.elastic import ElasticUpdates
 from lowcomm.methods.engine import Engine, Evaluated, weight_spread
 from lowcomm.methods.partial import detach_others, pieces, train_slice
 from lowcomm.methods.pipeline import Pipeline, WholeModel
@@ -90,11 +92,16 @@ def _local(x: Tensor) -> Tensor:
 class Trainer:
     """One rank of one run. `train.train` is the way in."""
 
-    def __init__(self, config: RunConfig, world: World, data: TokenData):
-        for axis in ("replicas", "stages"):
-            if (asked := getattr(config, axis)) != (there := getattr(world, axis)):
+    def __init__(self, config: RunConfig, world: World, data: TokenData, *, elastic: Mapping[str, Any] | None = None):
+        """`elastic`: for a replica that may leave and come back, whose world is its own ranks: what `ElasticUpdates`
+        is told besides, its `notes` and `slot` among it.
+        """
+        grid = {"replicas": config.replicas if elastic is None else 1, "stages": config.stages}
+        for axis, asked in grid.items():
+            if asked != (there := getattr(world, axis)):
                 raise ConfigError(f"run {config.name} has {asked} {axis}, the world has {there}")
         self.config, self.world, self.data = config, world, data
+        self.replica = world.replica if elastic is None else elastic["slot"]
         for key, (was, value) in differences(data.card, "settings", config.data).items():
             raise ConfigError(
                 f"data.{key} = {value}, but the corpus was prepared with {was}:"
@@ -108,11 +115,12 @@ class Trainer:
         self.model = initial_model(config).cut(world.stage, world.stages).to(world.device)
         self.model.recompute = t.recompute
         sliced: dict[str, Tensor] = {}
-        self.slice = world.replica % m.slices
+        self.slice = self.replica % m.slices
         if m.trainable == "slice":
             shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
             sliced = train_slice(self.model, pieces(shapes, m.sliced, m.slices, config.model.layers), self.slice)
-        self.engine = choose(Engine, m.exchange, "method.exchange").of(
+        engine = ElasticUpdates if elastic is not None else choose(Engine, m.exchange, "method.exchange")
+        self.engine = engine.of(
             self.model,
             world,
             m,
@@ -120,6 +128,7 @@ class Trainer:
             steps=t.steps,
             constrain=lambda values: self.subspace.keep(values),
             layers=config.model.layers,
+            **(elastic or {}),
         )
         #: What the inner optimizer updates, by the names of the parameters; slices share the memory of the whole.
         self.trained: dict[str, Tensor] = sliced or dict(self.model.named_parameters())  # an engine may shard them
@@ -156,11 +165,7 @@ class Trainer:
             group["lr"] = lr
         self._detach(step)
 
-        @functools.cache
-        def batch(replica: int) -> Tensor:
-            return self.data.batch(step, replica, world.replicas).to(world.device, non_blocking=True)
-
-        entropies = self.passes.train(step, batch)
+        entropies = self.passes.train(step, self._batches(step))
         self.engine.average_gradients()
         self.subspace.project_gradients()
         norm = self._clip()
@@ -171,7 +176,7 @@ class Trainer:
         self.optimizer.step()
         self.subspace.project_weights()
         self.optimizer.zero_grad(set_to_none=True)
-        logged = self.engine.step()
+        logged = self.engine.step(self.config.local_batch * t.seq_len)
         logged |= (
             self.engine.finish() if step == t.steps else self.subspace.update(step, self.optimizer, self.engine.map)
         )
@@ -182,6 +187,23 @@ class Trainer:
             row["loss"] = torch.stack(entropies).mean() if len(entropies) > 1 else entropies[0]
         return row
 
+    def _batches(self, step: int) -> Callable[[int], Tensor]:
+        """Return what gives the tokens [B, T + 1] of a step for a replica of the world.
+
+        A slot of an elastic run goes on where its data is, which may be another step's than the run's.
+        """
+        place, first = step, 0
+        if isinstance(self.engine, ElasticUpdates):
+            place = self.engine.tokens_read // (self.config.local_batch * self.config.train.seq_len) + 1
+            first = self.replica
+
+        @functools.cache
+        def batch(replica: int) -> Tensor:
+            found = self.data.batch(place, first + replica, self.config.replicas)
+            return found.to(self.world.device, non_blocking=True)
+
+        return batch
+
     def _detach(self, step: int) -> None:
         """Choose the slices through which gradients pass in this step."""
         m, own = self.config.method, self.slice
@@ -189,7 +211,7 @@ class Trainer:
             return
         kept = {own}
         if m.input_gradients == "own_and_random":
-            kept.add(random_slice(self.config.seed, step, self.world.replica, own, m.slices))
+            kept.add(random_slice(self.config.seed, step, self.replica, own, m.slices))
         detach_others(self.model, sorted(kept), m.slices)
 
     def _clip(self) -> Tensor:

@@ -73,7 +73,8 @@ class ElasticUpdates(Engine):
         method: the choices; `settings` replace some of its fields, by default those of DiLoCo.
         rules: how long others are waited for.
         seed: of everything random (groups, codecs); the same for all.
-        host: this machine's name or address, by which others reach it.
+        host: the address by which others reach this machine; by default that by which it reaches the store.
+        begun: what else all must have been started with, by name.
         on_leave, on_join: called with the round, as it is applied, and the slots that it is without, or with again.
         constrain, layers: as for `LocalUpdates`.
 
@@ -98,9 +99,10 @@ class ElasticUpdates(Engine):
         method: MethodConfig | None = None,
         rules: Rules | None = None,
         seed: int = 0,
-        host: str = "127.0.0.1",
+        host: str | None = None,
         on_leave: Event | None = None,
         on_join: Event | None = None,
+        begun: Mapping[str, Any] | None = None,
         constrain: Change | None = None,
         layers: int | None = None,
         **settings: Any,
@@ -129,7 +131,8 @@ class ElasticUpdates(Engine):
         self._lock = threading.Condition()
         self._under_way: tuple[int, Future[Round | None]] | None = None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=f"elastic-{slot}")
-        self._agree(notes, "settings", begun_with(method, self.named, slots=slots, steps=steps, seed=seed))
+        own = {"slots": slots, "steps": steps, "seed": seed}
+        self._agree(notes, "settings", begun_with(method, self.named, **{**(begun or {}), **own}))
         self.notes = notes
         self.elastic = Elastic(
             notes,
@@ -201,6 +204,24 @@ class ElasticUpdates(Engine):
         """Tell whether there are inner steps left to take."""
         return self.steps_done < self.steps
 
+    @property
+    def rounds_done(self) -> int:
+        """How many rounds of the run are committed, as far as this replica has read."""
+        return len(self.elastic.roll.rounds)
+
+    @property
+    def is_spokesman(self) -> bool:
+        """Tell whether this replica is to say how the model is: of those who hold one model, one; else each."""
+        return not self.one_model or self.slot == min(self._present)
+
+    def told(self) -> list[dict[str, Any]]:
+        """Return who took part in each round: its step and fragment, the slots, and the tokens of each."""
+        found = []
+        for turn, done in zip(self._turns, self.elastic.roll.rounds, strict=False):
+            slots, tokens = zip(*sorted(zip(done.slots, done.tokens, strict=True)), strict=True)
+            found.append({"step": turn.step, "fragment": turn.fragment, "slots": slots, "tokens": tokens})
+        return found
+
     def step(self, tokens: int = 1) -> dict[str, float]:
         """After an inner step on so many tokens: send the fragment whose turn it is, apply what is due.
 
@@ -228,9 +249,10 @@ class ElasticUpdates(Engine):
         return {}
 
     def close(self) -> None:
-        """Leave: nothing can be had of this replica any more."""
-        self.elastic.close()
+        """Leave: nobody waits for this replica, and nothing can be had of it any more."""
+        self.elastic.stop()
         self._pool.shutdown()
+        self.elastic.close()
 
     @contextmanager
     def evaluated(self, which: Evaluated = "agreed") -> Iterator[None]:

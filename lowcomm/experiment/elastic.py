@@ -1,0 +1,186 @@
+"""One replica of a run whose replicas leave and come back: from where the run is to its end, as often as it is started.
+
+    lowcomm store 29400                                      on a machine that stays
+    lowcomm train diloco_m8 --store head:29400 --slot 3      on each of eight machines; again, whenever it has ended
+
+Each slot has a folder of its own, on its own machine: what it has measured, a checkpoint to come back from when all
+others are gone, and at the end a summary that says who took part in each round. A replica that is told to stop
+(SIGTERM) leaves, and nobody waits for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+from lowcomm.comm.membership import Rules
+from lowcomm.comm.notes import Notes
+from lowcomm.comm.start import world
+from lowcomm.experiment.batches import TokenData
+from lowcomm.experiment.checkpoint import Checkpoints
+from lowcomm.experiment.claim import Claim
+from lowcomm.experiment.config import RunConfig
+from lowcomm.experiment.run_folder import Metrics, RunFolder
+from lowcomm.experiment.source import source_digest
+from lowcomm.experiment.stop import requested
+from lowcomm.experiment.train import OnRow, environment, put_back, started_with, write_results
+from lowcomm.experiment.trainer import Trainer
+from lowcomm.methods.elastic import ElasticUpdates
+from lowcomm.settings import ConfigError
+
+log = logging.getLogger("lowcomm")
+_SOURCE = source_digest()  # as it is when it is loaded
+
+
+def slot_folder(folder: RunFolder, slot: int) -> RunFolder:
+    """Where the files of one slot of a run are."""
+    name = f"slot-{slot:03d}"
+    return RunFolder(folder.out / name, folder.times / name)
+
+
+def train_elastic(
+    config: RunConfig,
+    notes: Notes,
+    slot: int,
+    data_folder: Path,
+    folder: RunFolder | Path,
+    *,
+    rules: Rules | None = None,
+    quorum: int | None = None,
+    host: str | None = None,
+    on_row: OnRow | None = None,
+    again: bool = False,
+) -> dict[str, Any]:
+    """Train one slot of `config`, and return the summary that this slot has of the run.
+
+    Args:
+        config: of the run; its replicas are the slots.
+        notes: the store by which replicas agree on who takes part (`lowcomm.elastic_store`).
+        slot: which share of the data this replica trains on, from 0.
+        data_folder: the prepared corpus.
+        folder: of the run; the slot's is one in it.
+        rules, quorum, host: as for `ElasticUpdates`.
+        on_row: sees each metrics row.
+        again: replace a finished run in the slot's folder, or another one.
+
+    Raises ConfigError where the folder is another's, replicas were started differently, or the run is no elastic one,
+    and CommError where nobody is left.
+    """
+    folder = slot_folder(RunFolder.beside(folder) if isinstance(folder, Path) else folder, slot)
+    _check(config, slot)
+    for path in (folder.out, folder.times):
+        path.mkdir(parents=True, exist_ok=True)
+    t = config.train
+    data = TokenData(data_folder, seq_len=t.seq_len, global_batch=t.global_batch, seed=config.seed)
+    run = config.identity() | {"slot": slot, "tokenizer": data.card["tokenizer_sha256"]}
+    claim = Claim(folder, run, again=again)
+    try:
+        told = {"notes": notes, "slot": slot, "slots": config.replicas, "rules": rules, "quorum": quorum, "host": host}
+        own = world(comm=config.comm)
+        trainer = Trainer(config, own, data, elastic=told | {"begun": started_with(config, data)})
+        try:
+            return _train(trainer, folder, run, claim, on_row)
+        finally:
+            trainer.engine.close()
+    finally:
+        claim.release()
+
+
+def _check(config: RunConfig, slot: int) -> None:
+    """Raise ConfigError for what replicas that may be gone cannot do together."""
+    t = config.train
+    if not 0 <= slot < config.replicas:
+        raise ConfigError(f"slot {slot} is none of the {config.replicas} of run {config.name}: they count from 0")
+    if not config.exchanges_parameters:
+        raise ConfigError(f"elastic replicas need local updates, not method.exchange = {config.method.exchange}")
+    if config.stages > 1:
+        raise ConfigError(f"elastic replicas hold whole models, not stages = {config.stages}")
+    if config.constraint is not None and config.method.boundary.update_every_steps:
+        raise ConfigError("elastic replicas keep their subspace: method.boundary.update_every_steps must be 0")
+    asked = {"train.evaluate_also": t.evaluate_also, "train.record_spread": t.record_spread}
+    for key, value in (asked | {"method.record_cosine": config.method.record_cosine}).items():
+        if value:
+            raise ConfigError(f"{key} asks for what other replicas have, who may be gone where runs are elastic")
+
+
+def _train(
+    trainer: Trainer, folder: RunFolder, run: dict[str, Any], claim: Claim, on_row: OnRow | None
+) -> dict[str, Any]:
+    config, t, engine = trainer.config, trainer.config.train, trainer.engine
+    assert isinstance(engine, ElasticUpdates)
+    checkpoints = Checkpoints(folder.checkpoints, trainer.world, config.checkpoint.keep)
+    found = checkpoints.newest(run)
+    if found is None:
+        claim.begin()
+        folder.source.write_text(_SOURCE)
+    else:
+        step, tensors, _ = found
+        put_back(trainer, step, tensors, folder)
+    engine.join()
+    log.info("slot %d has joined at step %d, after %d rounds", engine.slot, engine.steps_done, engine.rounds_done)
+    metrics, clock = Metrics(folder.metrics(0), None), Metrics(folder.clock(0), None)
+    trainer.world.clock.start(0.0)
+    saved = engine.steps_done
+    try:
+        while engine.is_training and not requested.is_set():
+            step = engine.steps_done + 1
+            row = trainer.step(step)
+            if engine.is_spokesman or step == t.steps:
+                row |= trainer.evaluations(step)
+            metrics.add(row | {"tokens": engine.tokens_read, "rounds": engine.rounds_done})
+            clock.add({"step": step, "seconds": trainer.world.clock.elapsed()})
+            if on_row is not None:
+                on_row(trainer, row)
+            if step % t.log_every == 0:
+                metrics.write()
+                clock.write()
+            every = config.checkpoint.every_steps
+            if every and engine.is_training and not saved <= engine.steps_done < saved + every:
+                saved = engine.steps_done
+                _save(trainer, checkpoints, metrics, run)
+        if engine.is_training:
+            _save(trainer, checkpoints, metrics, run)
+            log.info("slot %d leaves after step %d; the same command comes back", engine.slot, engine.steps_done)
+            return {"complete": False, "step": engine.steps_done}
+        engine.finish()
+        metrics.write()
+        clock.write()
+        summary = _summary(trainer)
+        write_results(trainer, folder, summary)
+        checkpoints.clear()
+        claim.done()
+        return summary
+    finally:
+        metrics.close()
+        clock.close()
+
+
+def _save(trainer: Trainer, checkpoints: Checkpoints, metrics: Metrics, run: dict[str, Any]) -> None:
+    metrics.keep()
+    step = trainer.engine.steps_done
+    if step not in checkpoints.steps():
+        checkpoints.save(step, trainer.tensors(), {}, run)
+
+
+def _summary(trainer: Trainer) -> dict[str, Any]:
+    """What this slot knows of the run at its end; the rounds are the same wherever one asks."""
+    config, engine = trainer.config, trainer.engine
+    loss = trainer.evaluate()
+    rounds = engine.told()
+    taken = [len(r["slots"]) for r in rounds]
+    return {
+        "complete": True,
+        "run": config.to_dict(),
+        "slot": engine.slot,
+        "val_loss": loss,
+        "val_perplexity": math.exp(loss) if loss < 709 else math.inf,
+        "tokens": sum(sum(r["tokens"]) for r in rounds),
+        "tokens_of_slots": {slot: engine.elastic.roll.tokens(slot) for slot in range(config.replicas)},
+        "tokens_lost": sum(tokens for _, _, tokens in engine.elastic.roll.missed),
+        "participation": sum(taken) / len(taken) / config.replicas,
+        "rounds": rounds,
+        "sent_bytes": trainer.world.ledger.by_purpose() | engine.elastic.ledger.by_purpose(),
+        "environment": environment(trainer.world),
+    }

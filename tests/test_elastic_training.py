@@ -1,0 +1,169 @@
+"""Runs of replicas that leave and come back: as without them where nobody leaves, and to the end where some do."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lowcomm import ConfigError, elastic_store
+from lowcomm.comm.elastic import SharedLog
+from lowcomm.comm.membership import Roll, Rules
+from lowcomm.comm.notes import Notes
+from lowcomm.experiment.config import RunConfig
+from lowcomm.experiment.elastic import train_elastic
+from lowcomm.experiment.run_folder import read_metrics
+from lowcomm.experiment.train import train_in_threads
+from tests.conftest import command_line, small_run
+from tests.harness import clean_environment, in_threads
+
+PATIENT = Rules(timeout_s=10.0, grace_s=3.0)
+
+
+def in_slots(config: RunConfig, store: Notes, corpus: Path, folder: Path) -> list[dict[str, Any]]:
+    """Train all slots of a run in threads; returns their summaries."""
+
+    def one(slot: int) -> dict[str, Any]:
+        return train_elastic(config, elastic_store(f"127.0.0.1:{store.port}"), slot, corpus, folder, rules=PATIENT)
+
+    return in_threads(*(lambda slot=slot: one(slot) for slot in range(config.replicas)))
+
+
+#: Runs at which nothing of another replica is asked for, and what makes them small.
+RUNS: dict[str, dict[str, Any]] = {
+    "diloco_m2": {},
+    "streaming_h30": {
+        "method": {"sync_every_steps": 6, "record_cosine": False, "close_last_round": True},
+        "train": {"evaluate_also": [], "steps": 14},
+    },
+    "noloco": {
+        "replicas": 4,
+        "method": {"sync_every_steps": 4},
+        "train": {"evaluate_also": [], "record_spread": False},
+    },
+    "partial": {"replicas": 4, "method": {"sync_every_steps": 4}},
+}
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_without_faults_a_run_is_the_same_bit_for_bit(run: str, store: Notes, corpus: Path, tmp_path: Path) -> None:
+    config = small_run(run, **RUNS[run])
+    whole = train_in_threads(config, corpus, tmp_path / "whole")
+    summaries = in_slots(config, store, corpus, tmp_path / "elastic")
+    weights = load_file(tmp_path / "whole/model.safetensors")
+    slots = [load_file(tmp_path / f"elastic/slot-{slot:03d}/model.safetensors") for slot in range(config.replicas)]
+    for name, value in weights.items():
+        mean = torch.stack([found[name] for found in slots]).mean(0)
+        if run == "noloco":  # whose replicas keep parameters of their own
+            torch.testing.assert_close(mean, value, atol=1e-6, rtol=0)
+        else:
+            assert all(torch.equal(found[name], value) for found in slots)
+    for replica, summary in enumerate(summaries):
+        rows = read_metrics(tmp_path / f"whole/metrics/rank-{replica:03d}.jsonl")
+        ours = read_metrics(tmp_path / f"elastic/slot-{replica:03d}/metrics/rank-000.jsonl")
+        assert [row["loss"] for row in ours] == [row["loss"] for row in rows]
+        assert summary["tokens"] == whole["tokens"]
+        assert summary["participation"] == 1
+
+
+@pytest.mark.longest
+@pytest.mark.skipif(sys.platform != "linux", reason="sends signals")
+def test_a_run_outlives_a_kill_and_one_that_leaves(store: Notes, corpus: Path, tmp_path: Path) -> None:
+    """One of three is killed and one told to stop; both come back by the same command, and nothing is lost."""
+    config = small_run(replicas=3, train={"steps": 600, "global_batch": 6}, checkpoint={"every_steps": 20})
+
+    def start(slot: int) -> subprocess.Popen:
+        words = [sys.executable, "-m", "lowcomm.train", *command_line(config, corpus, tmp_path / "run")]
+        words += ["--store", f"127.0.0.1:{store.port}", "--slot", str(slot), "--grace", "1", "--timeout", "5"]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        return subprocess.Popen([*words, "--quorum", "2"], env=clean_environment(), **pipes)
+
+    log, roll = SharedLog(elastic_store(f"127.0.0.1:{store.port}")), Roll(3, 2)
+
+    def wait_for(*slots: int) -> None:
+        """Wait for a round of these slots alone, from now on."""
+        end, there = time.monotonic() + 120, len(roll.rounds)
+        while not any(set(r.slots) == set(slots) for r in roll.rounds[there:]):
+            for child in children:
+                assert child.poll() in (None, -signal.SIGKILL), child.communicate()[0]
+            assert time.monotonic() < end
+            if (entry := log.read(roll.length)) is not None:
+                roll.take(entry)
+            else:
+                time.sleep(0.02)
+
+    children = [start(slot) for slot in range(3)]
+    try:
+        wait_for(0, 1, 2)
+        children[1].kill()
+        wait_for(0, 2)
+        children[1].communicate()
+        children[1] = start(1)
+        wait_for(0, 1, 2)
+        children[2].send_signal(signal.SIGTERM)
+        said = children[2].communicate(timeout=60)[0]
+        assert children[2].returncode == 0
+        assert "the same command comes back" in said
+        children[2] = start(2)
+        for child in children:
+            said, _ = child.communicate(timeout=120)
+            assert child.returncode == 0, said
+    finally:
+        for child in children:
+            child.kill()
+            child.communicate()
+    summaries = [json.loads((tmp_path / f"run/slot-{slot:03d}/summary.json").read_text()) for slot in range(3)]
+    assert [s["rounds"] for s in summaries] == [summaries[0]["rounds"]] * 3
+    assert len({s["val_loss"] for s in summaries}) == 1
+    rounds = summaries[0]["rounds"]
+    assert [r["step"] for r in rounds] == list(range(4, 601, 4))
+    assert {tuple(r["slots"]) for r in rounds} >= {(0, 1, 2), (0, 2)}
+    each = config.local_batch * config.train.seq_len
+    assert {tokens for r in rounds for tokens in r["tokens"]} == {4 * each}
+    for slot, counted in summaries[0]["tokens_of_slots"].items():
+        assert counted == 4 * each * sum(int(slot) in r["slots"] for r in rounds)
+    assert summaries[0]["participation"] == sum(len(r["slots"]) for r in rounds) / len(rounds) / 3
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ({"replicas": 1}, "slot 1 is none of the 1 of run diloco_m2: they count from 0"),
+        ({"method": {"record_cosine": True}}, "method.record_cosine asks for what other replicas have"),
+        ({"train": {"record_spread": True}}, "train.record_spread asks for what other replicas have"),
+        ({"stages": 2}, "elastic replicas hold whole models, not stages = 2"),
+    ],
+)
+def test_what_no_elastic_run_can_do_is_refused(
+    override: dict[str, Any], message: str, store: Notes, corpus: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        train_elastic(small_run(**override), store, 1, corpus, tmp_path / "run")
+    with pytest.raises(ConfigError, match="need local updates, not method.exchange = gradients"):
+        train_elastic(small_run("data_parallel"), store, 1, corpus, tmp_path / "run")
+
+
+def test_slots_of_other_settings_are_refused(store: Notes, corpus: Path, tmp_path: Path) -> None:
+    """By whoever comes second, before it has trained anything; the first goes on to the end."""
+    config, said = small_run(), []
+
+    def other() -> None:
+        while not (tmp_path / "run/slot-000/metrics").exists():
+            time.sleep(0.02)
+        with pytest.raises(ConfigError, match=r"replicas were started differently: train.lr is .* there and 0.5 here"):
+            train_elastic(
+                small_run(train={"lr": 0.5}), elastic_store(f"127.0.0.1:{store.port}"), 1, corpus, tmp_path / "run"
+            )
+        said.append("refused")
+
+    rules = Rules(timeout_s=5.0, grace_s=0.5)
+    in_threads(lambda: train_elastic(config, store, 0, corpus, tmp_path / "run", rules=rules, quorum=1), other)
+    assert said == ["refused"]
