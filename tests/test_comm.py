@@ -413,14 +413,14 @@ def test_what_is_ahead_holds_up_nothing() -> None:
         world.encoded_mean_async(torch.ones(10), make_codec("fp32"), purpose="now", group=[0, 1]).wait()
         took = time.monotonic() - begin
         if world.replica == 1:
-            time.sleep(0.3)
+            time.sleep(2)
             early = world.encoded_mean_async(
                 torch.ones(10), make_codec("fp32"), purpose="early", group=[0, 1], ahead=True
             )
         early.wait()
         return took
 
-    assert max(run_threads(work, replicas=2)) < 0.2
+    assert max(run_threads(work, replicas=2)) < 1.5
 
 
 def test_partners_that_are_out_of_step_find_out() -> None:

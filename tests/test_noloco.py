@@ -94,7 +94,7 @@ def test_a_run_takes_the_steps_of_equation_2(
         (fragment,) = self.fragments
         slow[self.world.replica, self.steps_done] = fragment.agreed.double().clone()
 
-    def step(self: LocalUpdates) -> dict[str, float]:
+    def step(self: LocalUpdates, tokens: int) -> dict[str, float]:
         (fragment,) = self.fragments
         fast[self.world.replica, self.steps_done + 1] = flatten(fragment.parameters).double()
         logged = plain_step(self)

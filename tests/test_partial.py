@@ -303,7 +303,7 @@ def test_a_run_takes_the_steps_of_algorithm_1(
     def show(self: LocalUpdates) -> None:
         outer[self.world.replica, self.steps_done] = {n: w.double() for n, w in self.weights().items()}
 
-    def step(self: LocalUpdates) -> dict[str, float]:
+    def step(self: LocalUpdates, tokens: int) -> dict[str, float]:
         fast[self.world.replica, self.steps_done + 1] = {n: p.detach().double() for n, p in self.named.items()}
         logged = plain_step(self)
         show(self)

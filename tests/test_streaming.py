@@ -333,9 +333,9 @@ def test_overlap_and_mixing_by_definition(tau: int, alpha: float, corpus: Path, 
         engine, key = self.engine, (self.world.rank, number)
         exchanges = {"step": engine.step, "finish": engine.finish}  # the second after the last step alone
 
-        def spy(name: str) -> dict[str, float]:
+        def spy(name: str, *tokens: int) -> dict[str, float]:
             before.setdefault(key, flat(self))
-            logged = exchanges[name]()
+            logged = exchanges[name](*tokens)
             after[key] = flat(self)
             outer[number] = engine.fragments[0].agreed.clone()
             return logged

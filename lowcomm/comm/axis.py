@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from lowcomm.comm.transport import CommError, Consume, Header
+from lowcomm.comm.transport import CommError, Consume, Expected, Header
 from lowcomm.comm.wire import Link, Span
 
 if TYPE_CHECKING:
@@ -105,16 +105,18 @@ class Op:
         buffered: bool = False,
         agreed: bool = False,
         consume: Consume | None = None,
+        expected: Expected | None = None,
     ) -> list[Tensor]:
         """Send and take along the axis (indices on it); a None buffer is made as the header says.
 
         `agreed`: an earlier swap of this verb has compared headers with the same ranks, so none need travel,
         unless to tell a link's clock when the sender began. `buffered`, `consume`: see `Transport.swap`.
+        `expected`: what `expect`, or `AxisState.expect`, has begun to take.
         """
         _used_here([x for _, x in (*out, *into)])
         axis, link, ranks = self.axis, self.axis.link, self.axis.ranks
         self.phases += 1
-        timed = link != Link() or self.world.clock.is_virtual  # else senders' clocks are none of our business
+        timed = axis.is_timed
         bare = agreed and not timed
         outgoing, taken = [], []
         for dst, x in out:
@@ -159,11 +161,26 @@ class Op:
             buffered=buffered,
             bare=bare,
             consume=consume,
-            direct=self.lane == "main" and axis.name == "replica" and axis.size == self.world.size == len(self.ranks),
+            direct=self.is_direct,
+            expected=expected,
         )
         self.taken += sum(x.numel() * x.element_size() for x in taken)
         self.world.clock.sleep_until(self.finished)
         return taken
+
+    @property
+    def is_direct(self) -> bool:
+        """Tell whether every rank takes part, as `Transport.swap` wants to know."""
+        axis = self.axis
+        return self.lane == "main" and axis.name == "replica" and axis.size == self.world.size == len(self.ranks)
+
+    def expect(self, into: Sequence[tuple[int, Tensor]]) -> Expected | None:
+        """Begin to take what the last swap of this verb takes, an `agreed` one, while those before are under way."""
+        axis = self.axis
+        if axis.is_timed:
+            return None
+        places = [(axis.ranks[src], x) for src, x in into]
+        return self.world.transport.expect(CHANNELS[axis.name, self.lane], places, bare=True, direct=self.is_direct)
 
     def record(self, entered: float, left: float) -> None:
         if self.world.trace is not None:
@@ -225,6 +242,15 @@ class AxisState:
         self.group = None  # process group, for native reductions only
         self._counts: dict[Any, int] = defaultdict(int)
         self._lanes: dict[Lane, _LaneThread] = {}
+
+    @property
+    def is_timed(self) -> bool:
+        """Tell whether senders' clocks travel with what they send, as the link's time needs them."""
+        return self.link != Link() or self.world.clock.is_virtual
+
+    def expect(self, source: int, like: Tensor | None) -> Expected:
+        """Begin to take the next message from an index of the axis."""
+        return self.world.transport.expect(CHANNELS[self.name, "in"], [(self.ranks[source], like)])
 
     def number(self, of: Any) -> int:
         """How many there were of a kind before this one."""

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowcomm.comm.notes import Notes
-from lowcomm.comm.transport import HEADER_BYTES, CommError, Consume, Header, Incoming, Outgoing
+from lowcomm.comm.transport import HEADER_BYTES, CommError, Consume, Expected, Header, Incoming, Outgoing
 from lowcomm.settings import ConfigError
 
 #: A payload that is consumed as it comes is cut into pieces of this size, and this many of them are on their way
@@ -61,10 +61,11 @@ def _bytes_of(x: Tensor) -> Tensor:
     return x.view(-1).view(torch.uint8)
 
 
-def _tag(channel: int, payload: Tensor) -> int:
+def _tag(channel: int, payload: Tensor, bare: bool) -> int:
     """A payload's tag says its shape: gloo ends the process when a payload is longer than its buffer, so ranks
-    that disagree must miss each other's payloads and meet in the headers, whose tag is the channel alone."""
-    return 1 << 30 | zlib.crc32(f"{channel} {payload.dtype} {tuple(payload.shape)}".encode()) >> 2
+    that disagree must miss each other's payloads and meet in the headers, whose tag is the channel alone. A bare one,
+    which may be expected while others are on their way, has a tag of its own."""
+    return 1 << 30 | zlib.crc32(f"{channel} {payload.dtype} {tuple(payload.shape)} {bare}".encode()) >> 2
 
 
 class ProcessTransport:
@@ -137,21 +138,15 @@ class ProcessTransport:
         bare: bool = False,
         consume: Consume | None = None,
         direct: bool = False,
+        expected: Expected | None = None,
     ) -> None:
         nccl = self.uses_nccl and direct
         on_gpu = any(x.is_cuda for x in [*(x for _, _, x in out), *(x for _, x, _ in into if x is not None)])
         in_pieces = consume is not None and not on_gpu
-
-        def expect(src: int, buffer: Tensor) -> tuple[dist.Work, Tensor] | None:
-            if in_pieces or not buffer.numel() or (nccl and buffer.is_cuda):
-                return None
-            wire = torch.empty_like(buffer, device="cpu") if buffer.is_cuda else buffer
-            return self._expect(src, _bytes_of(wire), _tag(channel, buffer)), wire
-
-        # A payload that finds its buffer waiting needs no round trip, so buffers of known shape are posted first.
-        headers = [torch.empty(HEADER_BYTES, dtype=torch.uint8) for _ in into]
-        header_works = [self._expect(src, h, channel) for (src, _, _), h in zip(into, headers, strict=True) if not bare]
-        early = [None if x is None else expect(src, x) for src, x, _ in into]
+        if expected is None:
+            places = [(src, None if in_pieces else x) for src, x, _ in into]
+            expected = self.expect(channel, places, bare=bare, direct=direct)
+        headers, header_works, early = expected
         pieces = self._take_pieces(channel, [src for src, _, _ in into], into[0][1]) if in_pieces else iter(())
         sends = []
         for dst, header, payload in out:
@@ -161,22 +156,24 @@ class ProcessTransport:
             if payload.numel() and not (nccl and payload.is_cuda):
                 wire = _bytes_of(payload.cpu() if payload.is_cuda else payload.clone() if buffered else payload)
                 for piece in wire.split(PIECE_BYTES) if in_pieces else [wire]:
-                    sends.append((self._post(dst, piece, _tag(channel, payload)), piece, dst))
+                    sends.append((self._post(dst, piece, _tag(channel, payload, bare)), piece, dst))
         arriving = []
-        for i, (src, x, accept) in enumerate(into):
+        for i, (src, _, accept) in enumerate(into):
             if not bare:
                 self._wait(header_works[i], f"waiting for rank {src}")
             buffer = accept(None if bare else Header.unpack(headers[i]))
             if consume and on_gpu:
                 buffer = torch.empty_like(buffer)
-            arriving.append((src, buffer, early[i] if x is not None else expect(src, buffer)))
+            if early[i] is None and not in_pieces:
+                early[i] = self._place(channel, src, buffer, bare, nccl)
+            arriving.append((src, buffer, early[i]))
         for begin, end, parts in pieces:
             consume(begin, end, parts)
         for src, buffer, payload in arriving:
-            if payload is not None:
+            if payload:
                 work, wire = payload
                 self._wait(work, f"waiting for rank {src}")
-                if wire is not buffer:
+                if wire.device != buffer.device:
                     buffer.copy_(wire)
         if nccl:
             self._swap_on_gpus([(d, x) for d, _, x in out], [(src, x) for src, x, _ in arriving])
@@ -189,6 +186,23 @@ class ProcessTransport:
                 self._wait(send[0], f"sending to rank {send[2]}")
         if self._lost is not None:
             raise self._lost
+
+    def expect(
+        self, channel: int, into: list[tuple[int, Tensor | None]], *, bare: bool = False, direct: bool = False
+    ) -> Expected:
+        headers = [torch.empty(0 if bare else HEADER_BYTES, dtype=torch.uint8) for _ in into]
+        works = [] if bare else [self._expect(src, h, channel) for (src, _), h in zip(into, headers, strict=True)]
+        nccl = self.uses_nccl and direct
+        return headers, works, [None if x is None else self._place(channel, src, x, bare, nccl) for src, x in into]
+
+    def _place(
+        self, channel: int, src: int, buffer: Tensor, bare: bool, nccl: bool
+    ) -> tuple[dist.Work, Tensor] | tuple[()]:
+        """Begin to take a payload, into the CPU's memory; () where nothing comes this way."""
+        if not buffer.numel() or (nccl and buffer.is_cuda):
+            return ()
+        wire = torch.empty_like(buffer, device="cpu") if buffer.is_cuda else buffer
+        return self._expect(src, _bytes_of(wire), _tag(channel, buffer, bare)), wire
 
     def _reap(self) -> None:
         """Let go of what was sent as soon as it is taken."""
@@ -212,7 +226,7 @@ class ProcessTransport:
             return self._pieces[key][k % PIECES_AHEAD, :, : (end - begin) * like.element_size()]
 
         def expect(k: int) -> list[dist.Work]:
-            tag = _tag(channel, like)
+            tag = _tag(channel, like, bare=False)
             return [self._expect(src, x, tag) for src, x in zip(sources, room(k), strict=True)]
 
         coming = deque(expect(k) for k in range(min(PIECES_AHEAD, len(spans))))  # now, not when the first is asked for

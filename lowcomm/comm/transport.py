@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -51,6 +51,10 @@ Incoming = tuple[int, Tensor | None, Callable[[Header | None], Tensor]]
 Consume = Callable[[int, int, list[Tensor]], None]
 
 
+#: What a transport has begun to take, for the swap that takes it.
+Expected = Any
+
+
 class Transport(Protocol):
     """The transport that World needs.
 
@@ -71,8 +75,9 @@ class Transport(Protocol):
         bare: bool = False,
         consume: Consume | None = None,
         direct: bool = False,
+        expected: Expected | None = None,
     ) -> None:
-        """Post `out`, fill `into`.
+        """Post `out`, fill `into`; `expected` is what `expect` gave for it.
 
         Buffered: return before the receivers took `out`. Bare (all ranks or none): payloads of known shape,
         without headers.
@@ -80,6 +85,14 @@ class Transport(Protocol):
         backend that carries out all in one order may take GPU tensors as they are.
         Consume (all ranks or none): payloads, all of one size, are handed over piece by piece and not kept;
         the buffers of `into` only say their shape.
+        """
+
+    def expect(
+        self, channel: int, into: list[tuple[int, Tensor | None]], *, bare: bool = False, direct: bool = False
+    ) -> Expected:
+        """Begin to take what a later swap takes, from (rank, buffer): what finds its place comes without a round trip.
+
+        Swaps of a channel are to expect in the order in which they take.
         """
 
     def note(self, key: str, value: str) -> None:

@@ -129,10 +129,12 @@ class World:
         flat = x.view(-1)
 
         def body(op: Op) -> Tensor:
-            own = self._reduce_share(op, flat, verb)
             begin_end = shares(flat.numel(), state.size)
             to, source = rotation(list(range(state.size)), state.index)
-            op.swap([(i, own) for i in to], [(i, flat[slice(*begin_end[i])]) for i in source], agreed=True)
+            sums = [(i, flat[slice(*begin_end[i])]) for i in source]
+            expected = op.expect(sums)  # none comes before its sender has what is there now
+            own = self._reduce_share(op, flat, verb)
+            op.swap([(i, own) for i in to], sums, agreed=True, expected=expected)
             return x
 
         named = self._named(state, verb)
@@ -255,11 +257,12 @@ class World:
         if like is not None:
             _check_contiguous(like)
         state = self._towards(source, axis)
+        expected = state.expect(source, like)  # now, so that messages that follow each other need not wait for that
         return state.submit(
             self._message(state, source, state.index),
             purpose,
             "a tensor",
-            lambda op: op.swap([], [(source, like)])[0],
+            lambda op: op.swap([], [(source, like)], expected=expected)[0],
             members=(source, state.index),
             lane="in",
         )

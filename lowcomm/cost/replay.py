@@ -10,6 +10,8 @@ phase is one swap of messages: a mean is two, of shares and of their sums. A mes
 sender free, and arrives
 
     arrival = max(sender's wire free, submitted) + 8 S / rate + latency
+
+With `tcp`, 8 S / rate becomes what TCP makes of it (`lowcomm.cost.tcp`), phase by phase.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from lowcomm.comm.wire import Span
 from lowcomm.cost.simulate import Seconds, Timeline
+from lowcomm.cost.tcp import Connection
 
 #: Purposes of what a run sends besides training.
 BESIDES = ("evaluation", "summary", "analysis")
@@ -106,6 +109,7 @@ def replay(
     *,
     latency_s: float = 0.0,
     slowdown: Sequence[float] | None = None,
+    tcp: bool = False,
 ) -> Replay:
     """The run of these traces over other links; control traffic (the world axis) stays free, as it was.
 
@@ -113,6 +117,8 @@ def replay(
         traces: of all ranks, in rank order.
         gbit_per_s: of a rank's wire on each axis; infinity is free. May be an array.
         slowdown: factors on each rank's computing, for stragglers.
+        tcp: what is sent has TCP's headers, and begins slowly where nothing was sent for a while. Traces should begin
+            with the run then, as connections do.
 
     Raises ValueError where traces do not fit together.
     """
@@ -130,7 +136,7 @@ def replay(
             known[rank] = s
     begin = min(s.submitted for t in traces for s in t)
     programs = [_program(t, begin) for t in traces]
-    timeline = Timeline()
+    timeline, wires = Timeline(), _Wires(rate, latency_s, tcp=tcp)
     now: list[Seconds] = [np.zeros_like(rate) for _ in traces]
     waited: list[Seconds] = [np.zeros_like(rate) for _ in traces]
     submitted: dict[tuple, dict[int, Seconds]] = {key: {} for key in members}
@@ -147,13 +153,15 @@ def replay(
                 now[rank] = now[rank] + seconds * slow[rank]
                 if what == "submit" and span.verb.startswith("message"):
                     if span.nbytes:  # of its sender; when its receiver began to expect it decides nothing
-                        left = timeline.add((span.axis, rank), 8 * span.nbytes / rate, [now[rank]])
+                        begin_at = np.maximum(timeline.free((span.axis, rank)), now[rank])
+                        takes = wires.message(span, span.nbytes, begin_at)
+                        left = timeline.add((span.axis, rank), takes, [now[rank]])
                         finished |= {(*key, r): now[rank] if r == rank else left + latency_s for r in members[key]}
                 elif what == "submit":
                     submitted[key][rank] = now[rank]
                     if len(submitted[key]) == len(members[key]):
                         for r, mine in members[key].items():
-                            finished[(*key, r)] = _finish(timeline, mine, submitted[key], rate, latency_s)
+                            finished[(*key, r)] = _finish(timeline, wires, mine, submitted[key])
                 else:
                     there = np.maximum(now[rank], finished[(*key, rank)])
                     waited[rank] = waited[rank] + (there - now[rank])
@@ -169,11 +177,35 @@ def replay(
     return Replay(seconds, 1 - np.mean(waited, axis=0) / seconds)
 
 
-def _finish(
-    timeline: Timeline, span: Span, submitted: dict[int, Seconds], rate: NDArray[np.float64], latency_s: float
-) -> Seconds:
+class _Wires:
+    """What verbs take of the ranks' wires."""
+
+    def __init__(self, rate: NDArray[np.float64], latency_s: float, *, tcp: bool):
+        self.rate, self.latency_s, self.tcp = rate, latency_s, tcp
+        self._connections: dict[tuple, Connection] = {}
+
+    def message(self, span: Span, nbytes: int, begin: Seconds) -> Seconds:
+        """Seconds for which bytes that leave at once, to all peers, take the wire of the span's rank."""
+        if not self.tcp or not nbytes:
+            return 8 * nbytes / self.rate
+        peers = tuple(r for r in span.ranks if r != span.rank)
+        key = span.axis, span.rank, peers
+        if key not in self._connections:
+            self._connections[key] = Connection(len(peers))
+        return self._connections[key].seconds(nbytes, self.rate, self.latency_s, begin)
+
+    def phases(self, span: Span, begin: Seconds) -> Seconds:
+        """Seconds for the phases of a verb, one after the other, each a part of what is sent or taken, if more."""
+        most, took = max(span.nbytes, span.taken), 0.0
+        for _ in range(span.phases):
+            took = took + self.latency_s + self.message(span, most / span.phases, begin + took)
+        return took
+
+
+def _finish(timeline: Timeline, wires: _Wires, span: Span, submitted: dict[int, Seconds]) -> Seconds:
     """When a verb has arrived at the rank of `span`."""
-    takes = np.zeros_like(rate)
+    resource, takes = (span.axis, span.rank), np.zeros_like(wires.rate)
     if span.axis != "world":
-        takes = span.phases * latency_s + 8 * max(span.nbytes, span.taken) / rate
-    return timeline.add((span.axis, span.rank), takes, submitted.values())
+        begin = np.maximum(timeline.free(resource), np.max(list(submitted.values()), axis=0))
+        takes = wires.phases(span, begin)
+    return timeline.add(resource, takes, submitted.values())

@@ -1,0 +1,330 @@
+"""Machines on one: network namespaces, joined by links that the kernel really shapes.
+
+    with Testbed(2, mbit_per_s=80) as bed:
+        ranks = [bed.start(node, [sys.executable, "-m", "lowcomm.train", ...], rank=node) for node in range(2)]
+        bed.shape(1, up=20)                    from now on
+        bed.cut(1); bed.mend(1)                its cable
+        sent, received = bed.counters(0)       bytes, as the kernel counts them
+
+Each node has one interface, `eth0`, by which it reaches all others through a switch, with a rate up and a rate down
+(token buckets, `tc tbf`), so it is the link model of `wire` made of a kernel's queues. Packets are of 1,500 bytes, none
+is put together or taken apart by offloading, and queues hold `QUEUE_S` of a link's rate; then packets are dropped.
+
+A latency needs `tc netem`. Where the kernel lacks it, nodes' interfaces are TUN devices, and a process forwards their
+packets by the same rules, with the latency; it takes a fifth of a core at 80 Mbit/s.
+
+Linux, iproute2 and root are needed; `missing` says what of these is not there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import heapq
+import ipaddress
+import itertools
+import json
+import math
+import os
+import select
+import shutil
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from lowcomm.settings import ConfigError
+
+#: What a link's queue holds, in seconds of its rate; and the packets' size.
+QUEUE_S, MTU = 0.1, 1500
+_NETWORK = ipaddress.ip_network("10.77.0.0/24")
+
+
+def missing(*, latency: bool = False) -> str:
+    """What this machine lacks for a testbed, in words; "" where there is one to be had."""
+    if sys.platform != "linux":
+        return "network namespaces are Linux's"
+    if absent := [tool for tool in ("ip", "tc") if shutil.which(tool) is None]:
+        return f"{' and '.join(absent)} (iproute2) cannot be found"
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    name = f"lowcomm-{os.getpid()}-try"
+    if subprocess.run(["ip", "netns", "add", name], capture_output=True).returncode:
+        return "no network namespace can be made here, root or not"
+    try:
+        can = subprocess.run([*_inside(name), *_bucket("lo", 1e6)], capture_output=True).returncode == 0
+    finally:
+        subprocess.run(["ip", "netns", "del", name], capture_output=True)
+    if not can:
+        return "the kernel has no token bucket (sch_tbf)"
+    return (
+        "" if not latency or has_netem() or os.path.exists("/dev/net/tun") else "the kernel has neither netem nor TUN"
+    )
+
+
+def has_netem() -> bool:
+    """Tell whether the kernel can delay packets by itself."""
+    name = f"lowcomm-{os.getpid()}-netem"
+    _run("ip", "netns", "add", name)
+    try:
+        words = [*_inside(name), "tc", "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms"]
+        return subprocess.run(words, capture_output=True).returncode == 0
+    finally:
+        _run("ip", "netns", "del", name)
+
+
+def _run(*words: str) -> str:
+    done = subprocess.run(words, capture_output=True, text=True)
+    if done.returncode:
+        raise ConfigError(f"{' '.join(words)}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def _inside(namespace: str) -> list[str]:
+    return ["ip", "netns", "exec", namespace]
+
+
+def _bucket(device: str, bits_per_s: float) -> list[str]:
+    """The command that lets a device send at a rate, or as fast as it goes."""
+    if math.isinf(bits_per_s):
+        return ["tc", "qdisc", "replace", "dev", device, "root", "pfifo", "limit", "10000"]
+    burst = max(2 * MTU, int(bits_per_s / 8 * 2e-3))
+    rate = ["rate", f"{bits_per_s:.0f}bit", "burst", str(burst), "latency", f"{QUEUE_S * 1e3:.0f}ms"]
+    return ["tc", "qdisc", "replace", "dev", device, "root", "handle", "1:", "tbf", *rate]
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Of a node's link, in Mbit/s: what it can send, and what it can take."""
+
+    up: float
+    down: float
+
+
+class Testbed:
+    """Nodes on shaped links, from `with` to its end.
+
+    Args:
+        nodes: how many.
+        mbit_per_s: of all links, both ways; infinity is as fast as it goes.
+        latency_ms: from each node to each other.
+        congestion: TCP's congestion control (net.ipv4.tcp_congestion_control); by default the one that every kernel has
+            and lets be chosen.
+
+    Raises ConfigError where this machine lacks something (`missing`), before anything is made.
+    """
+
+    __test__ = False  # pytest is to take it for no test
+
+    def __init__(self, nodes: int, *, mbit_per_s: float = math.inf, latency_ms: float = 0.0, congestion: str = "reno"):
+        if not 1 <= nodes <= 200:
+            raise ConfigError(f"{nodes} nodes: a testbed has 1 to 200")
+        if why := missing(latency=latency_ms > 0):
+            raise ConfigError(f"no testbed here: {why}")
+        self.nodes, self.latency_ms, self.congestion = nodes, latency_ms, congestion
+        self.rates = [Rates(mbit_per_s, mbit_per_s)] * nodes
+        self.names = [f"lowcomm-{os.getpid()}-{i}" for i in range(nodes)]
+        self._switch = f"lowcomm-{os.getpid()}-switch"
+        self._in_user_space = latency_ms > 0 and not has_netem()
+        self._forwarder: subprocess.Popen[str] | None = None
+        self._started: list[subprocess.Popen] = []
+
+    @staticmethod
+    def address(node: int) -> str:
+        """The address of a node."""
+        return str(_NETWORK[node + 1])
+
+    def __enter__(self) -> Testbed:
+        try:
+            for name in [*self.names, self._switch]:
+                _run("ip", "netns", "add", name)
+                _run(*_inside(name), "ip", "link", "set", "lo", "up")
+                _run(*_inside(name), "sysctl", "-qw", f"net.ipv4.tcp_congestion_control={self.congestion}")
+            if self._in_user_space:
+                self._forward()
+            else:
+                self._wire()
+            for node in range(self.nodes):
+                self._shape(node)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for child in self._started:
+            if child.poll() is None:
+                child.kill()
+            child.wait()
+        if self._forwarder is not None:
+            self._forwarder.kill()
+            self._forwarder.communicate()
+        for name in [*self.names, self._switch]:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+    def _wire(self) -> None:
+        _run(*_inside(self._switch), "ip", "link", "add", "br0", "type", "bridge")
+        _run(*_inside(self._switch), "ip", "link", "set", "br0", "up")
+        for node, name in enumerate(self.names):
+            port, limits = self._port(node), ["gso_max_segs", "1", "gro_max_size", str(MTU)]
+            peer = ["peer", "name", port, "netns", self._switch]
+            _run(*_inside(name), "ip", "link", "add", "eth0", "type", "veth", *peer)
+            for where, device in ((name, "eth0"), (self._switch, port)):
+                _run(*_inside(where), "ip", "link", "set", device, *limits, "mtu", str(MTU), "up")
+            _run(*_inside(self._switch), "ip", "link", "set", port, "master", "br0")
+            _run(*_inside(name), "ip", "addr", "add", f"{self.address(node)}/{_NETWORK.prefixlen}", "dev", "eth0")
+
+    def _forward(self) -> None:
+        words = [sys.executable, "-m", "lowcomm.comm.testbed", str(self.latency_ms), *self.names]
+        self._forwarder = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        if self._forwarder.stdout.readline() != "ready\n":
+            raise ConfigError("the process that forwards packets between TUN devices did not start")
+        for node, name in enumerate(self.names):
+            _run(*_inside(name), "ip", "addr", "add", f"{self.address(node)}/{_NETWORK.prefixlen}", "dev", "eth0")
+            _run(*_inside(name), "ip", "link", "set", "eth0", "mtu", str(MTU), "up")
+
+    @staticmethod
+    def _port(node: int) -> str:
+        return f"port{node}"
+
+    def shape(self, node: int, *, up: float | None = None, down: float | None = None) -> None:
+        """Give a node's link other rates, in Mbit/s, from now on."""
+        told = {name: rate for name, rate in (("up", up), ("down", down)) if rate is not None}
+        self.rates[node] = replace(self.rates[node], **told)
+        self._shape(node)
+
+    def _shape(self, node: int) -> None:
+        rates = self.rates[node]
+        for rate in (rates.up, rates.down):
+            if not rate > 0:
+                raise ConfigError(f"a link of {rate:g} Mbit/s: it must be above 0 (`cut` takes a link down)")
+        if self._forwarder is not None:
+            self._forwarder.stdin.write(json.dumps([node, rates.up * 1e6, rates.down * 1e6]) + "\n")
+            self._forwarder.stdin.flush()
+            return
+        for where, device, rate in ((self.names[node], "eth0", rates.up), (self._switch, self._port(node), rates.down)):
+            _run(*_inside(where), *_bucket(device, rate * 1e6))
+        if self.latency_ms:  # below the bucket of what the node sends
+            delay = ["netem", "delay", f"{self.latency_ms}ms", "limit", "100000"]
+            inside = _inside(self.names[node])
+            parent = ["parent", "1:1"] if math.isfinite(rates.up) else ["root"]
+            _run(*inside, "tc", "qdisc", "replace", "dev", "eth0", *parent, "handle", "10:", *delay)
+
+    def cut(self, node: int) -> None:
+        """Take a node's link down."""
+        _run(*_inside(self.names[node]), "ip", "link", "set", "eth0", "down")
+
+    def mend(self, node: int) -> None:
+        """Put a node's link up again."""
+        _run(*_inside(self.names[node]), "ip", "link", "set", "eth0", "up")
+
+    def counters(self, node: int) -> tuple[int, int]:
+        """Bytes that a node's interface has sent and received, link headers included where it has them."""
+        (found,) = json.loads(_run(*_inside(self.names[node]), "ip", "-s", "-j", "link", "show", "eth0"))
+        return found["stats64"]["tx"]["bytes"], found["stats64"]["rx"]["bytes"]
+
+    def start(
+        self,
+        node: int,
+        words: Sequence[str],
+        *,
+        rank: int | None = None,
+        port: int = 29500,
+        environment: Mapping[str, str] | None = None,
+        **popen: object,
+    ) -> subprocess.Popen:
+        """Start a command on a node, which ends with the testbed. `popen`: as for subprocess.Popen.
+
+        rank: makes it a rank as torchrun would, one per node, that meets the others on `port` of the first.
+        environment: by default this process'.
+        """
+        told = dict(os.environ if environment is None else environment) | {"GLOO_SOCKET_IFNAME": "eth0"}
+        if rank is not None:
+            told |= {"RANK": str(rank), "WORLD_SIZE": str(self.nodes), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+            told |= {"MASTER_ADDR": self.address(0), "MASTER_PORT": str(port)}
+        child = subprocess.Popen([*_inside(self.names[node]), *words], env=told, **popen)
+        self._started.append(child)
+        return child
+
+
+# Where the kernel cannot delay packets
+
+_TUNSETIFF, _IFF_TUN, _IFF_NO_PI, _CLONE_NEWNET = 0x400454CA, 0x0001, 0x1000, 0x40000000
+
+
+def _tun(namespace: str) -> int:
+    """Make the TUN device eth0 in a namespace; returns the descriptor by which its packets are read and written."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open("/proc/self/ns/net") as home, open(f"/run/netns/{namespace}") as there:
+        if libc.setns(there.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"no way into the namespace {namespace}")
+        try:
+            device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+            fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH22x", b"eth0", _IFF_TUN | _IFF_NO_PI))
+        finally:
+            libc.setns(home.fileno(), _CLONE_NEWNET)
+    return device
+
+
+class _Forwarder:
+    """Forwards packets between TUN devices, each with a rate up and down, and a latency between all."""
+
+    def __init__(self, devices: Sequence[int], latency_s: float):
+        self.devices, self.latency_s = devices, latency_s
+        self.up = [math.inf] * len(devices)
+        self.down = [math.inf] * len(devices)
+        self._left = [0.0] * len(devices)  # when what a node has sent so far is on its way
+        self._arrived = [0.0] * len(devices)  # ... and what has been sent to it is there
+        self._order = itertools.count()
+        self._flying: list[tuple[float, int, int, bytes]] = []
+
+    def take(self, node: int, packet: bytes, now: float) -> None:
+        """A node has sent a packet."""
+        to = packet[19] - 1 if len(packet) >= 20 and packet[0] >> 4 == 4 else -1
+        if not 0 <= to < len(self.devices):
+            return
+        bits = 8 * len(packet)
+        left = max(now, self._left[node]) + bits / self.up[node]
+        there = max(left + self.latency_s, self._arrived[to] + bits / self.down[to])
+        if left - now > QUEUE_S or there - left - self.latency_s > QUEUE_S:
+            return
+        self._left[node], self._arrived[to] = left, there
+        heapq.heappush(self._flying, (there, next(self._order), to, packet))
+
+    def give(self, now: float) -> float | None:
+        """Hand over what has arrived; returns in how many seconds the next will have."""
+        while self._flying and self._flying[0][0] <= now:
+            _, _, to, packet = heapq.heappop(self._flying)
+            with contextlib.suppress(OSError):  # the device is down, or full
+                os.write(self.devices[to], packet)
+        return max(0.0, self._flying[0][0] - now) if self._flying else None
+
+    def run(self) -> None:
+        """Forward until the standard input ends, by whose lines links get other rates: [node, up, down] in bits/s."""
+        told = b""
+        while True:
+            wait = self.give(time.monotonic())
+            ready, _, _ = select.select([*self.devices, 0], [], [], wait)
+            for device in ready:
+                if device == 0:
+                    if not (more := os.read(0, 1 << 16)):
+                        return
+                    *lines, told = (told + more).split(b"\n")
+                    for line in lines:
+                        node, up, down = json.loads(line)
+                        self.up[node], self.down[node] = up, down
+                    continue
+                with contextlib.suppress(OSError):  # nothing more, or the device is down
+                    for _ in range(64):
+                        packet = os.read(device, MTU + 100)
+                        self.take(self.devices.index(device), packet, time.monotonic())
+
+
+if __name__ == "__main__":
+    _latency_ms, *_names = sys.argv[1:]
+    _forwarder = _Forwarder([_tun(name) for name in _names], float(_latency_ms) / 1e3)
+    print("ready", flush=True)
+    _forwarder.run()

@@ -1,0 +1,64 @@
+"""What TCP makes of a link's rate and latency: headers around what is sent, and a window that opens step by step.
+
+A sender may have a window of bytes on their way that nobody has acknowledged. It begins with ten segments (RFC 6928),
+and doubles with every round trip in which it was full (slow start, RFC 5681), until it is what the link holds in a
+round trip, rate x RTT. Before that the link stands still for
+
+    RTT - window / rate
+
+in each of them. After a pause of longer than the retransmission time-out (RTT + 0.2 s on Linux) the window is halved,
+once for each time-out in the pause, down to what it began with (RFC 2861; net.ipv4.tcp_slow_start_after_idle). Training
+with few exchanges is made of pauses, so over a long way its messages begin slowly again and again.
+
+Left out: losses, and what a queue adds to the round trip. Other congestion controls open their windows by other rules.
+
+    symbol  name here        value
+    IW      `INITIAL`        10 segments of 1,448 bytes: 1,500 less IP's and TCP's 52
+    f       `FRAMING`        1,514 bytes on an Ethernet for 1,448
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from lowcomm.cost.simulate import Seconds
+
+#: Bytes of a segment's payload, of its IP and TCP headers (with time stamps), and of its Ethernet header.
+SEGMENT, HEADERS, ETHERNET = 1448, 52, 14
+INITIAL = 10 * SEGMENT
+FRAMING = (SEGMENT + HEADERS + ETHERNET) / SEGMENT
+#: What the time-out is at least beyond the round trip.
+LEAST_TIMEOUT_S = 0.2
+
+
+@dataclass
+class Connection:
+    """One side of one connection, or of as many as are used at once: `count` windows add up.
+
+    Attributes: `window`, the bytes that may be on their way; `ended`, when it was last sent on. They may be arrays, one
+    entry for each rate.
+    """
+
+    count: int = 1
+    window: Seconds = 0.0
+    ended: Seconds = 0.0
+
+    def seconds(self, nbytes: float, rate: Seconds, latency_s: float, begin: Seconds) -> Seconds:
+        """How long the link is taken from `begin` until so many bytes have left; rate in bits per second.
+
+        The latency until the last of them has arrived is not counted.
+        """
+        least, rtt = self.count * float(INITIAL), 2 * latency_s
+        pauses = np.floor((begin - self.ended) / (rtt + LEAST_TIMEOUT_S))
+        window = np.maximum(least, self.window / 2.0 ** np.clip(pauses, 0, 60))
+        held = rate * rtt / 8 if rtt else 0.0
+        stalled, sent = np.zeros(np.broadcast(rate, begin).shape), 0.0
+        while np.any(opens := (sent + window < nbytes) & (window < held)):
+            stalled = stalled + np.where(opens, rtt - 8 * window / rate, 0.0)
+            sent = sent + np.where(opens, window, 0.0)
+            window = np.where(opens, 2 * window, window)
+        took = stalled + FRAMING * 8 * nbytes / rate
+        self.window, self.ended = window, begin + took
+        return took
