@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 export PYTHONWARNINGS := ignore::DeprecationWarning,ignore::SyntaxWarning
 
-.PHONY: help repro ladder gpu gpu-pack test lab bench lint lock
+.PHONY: help repro ladder gpu gpu-pack test lab bench links lint lock
 .DEFAULT_GOAL := help
 
 help:                ## name the targets
@@ -31,6 +31,9 @@ test: .venv/.done   ## lint, the import contract, pytest, and every notebook at 
 
 lab: .venv/.done    ## explore in JupyterLab, which opens at the root of the checkout, on an index
 	jupyter lab --notebook-dir=. $(if $(filter 0,$(shell id -u)),--allow-root) notebooks/index.ipynb
+
+links: .venv/.done  ## methods over links that the kernel shapes, beside replays and the ledger (Linux, root)
+	python -m pipelines.links measure
 
 bench: .venv/.done  ## ratios against bare PyTorch, side by side
 	python -m pipelines.bench

@@ -155,13 +155,12 @@ class Testbed:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for child in self._started:
-            if child.poll() is None:
-                child.kill()
+        for child in [*self._started, *([self._forwarder] if self._forwarder else [])]:
+            child.kill()
             child.wait()
-        if self._forwarder is not None:
-            self._forwarder.kill()
-            self._forwarder.communicate()
+            for stream in (child.stdin, child.stdout, child.stderr):
+                if stream is not None:
+                    stream.close()
         for name in [*self.names, self._switch]:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 

@@ -11,12 +11,13 @@ sender free, and arrives
 
     arrival = max(sender's wire free, submitted) + 8 S / rate + latency
 
-With `tcp`, 8 S / rate becomes what TCP makes of it (`lowcomm.cost.tcp`), phase by phase.
+With `tcp`, 8 S / rate becomes what TCP and gloo make of it (`lowcomm.cost.tcp`), phase by phase.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 from collections.abc import Sequence
@@ -117,8 +118,8 @@ def replay(
         traces: of all ranks, in rank order.
         gbit_per_s: of a rank's wire on each axis; infinity is free. May be an array.
         slowdown: factors on each rank's computing, for stragglers.
-        tcp: what is sent has TCP's headers, and begins slowly where nothing was sent for a while. Traces should begin
-            with the run then, as connections do.
+        tcp: what is sent has TCP's headers, begins slowly where nothing was sent for a while, and waits for its
+            receiver's word. Traces should begin with the run then, as connections do.
 
     Raises ValueError where traces do not fit together.
     """
@@ -160,8 +161,8 @@ def replay(
                 elif what == "submit":
                     submitted[key][rank] = now[rank]
                     if len(submitted[key]) == len(members[key]):
-                        for r, mine in members[key].items():
-                            finished[(*key, r)] = _finish(timeline, wires, mine, submitted[key])
+                        for r, at_rank in wires.finished(timeline, members[key], submitted[key]).items():
+                            finished[(*key, r)] = at_rank
                 else:
                     there = np.maximum(now[rank], finished[(*key, rank)])
                     waited[rank] = waited[rank] + (there - now[rank])
@@ -184,7 +185,7 @@ class _Wires:
         self.rate, self.latency_s, self.tcp = rate, latency_s, tcp
         self._connections: dict[tuple, Connection] = {}
 
-    def message(self, span: Span, nbytes: int, begin: Seconds) -> Seconds:
+    def message(self, span: Span, nbytes: float, begin: Seconds) -> Seconds:
         """Seconds for which bytes that leave at once, to all peers, take the wire of the span's rank."""
         if not self.tcp or not nbytes:
             return 8 * nbytes / self.rate
@@ -192,20 +193,45 @@ class _Wires:
         key = span.axis, span.rank, peers
         if key not in self._connections:
             self._connections[key] = Connection(len(peers))
-        return self._connections[key].seconds(nbytes, self.rate, self.latency_s, begin)
-
-    def phases(self, span: Span, begin: Seconds) -> Seconds:
-        """Seconds for the phases of a verb, one after the other, each a part of what is sent or taken, if more."""
-        most, took = max(span.nbytes, span.taken), 0.0
-        for _ in range(span.phases):
-            took = took + self.latency_s + self.message(span, most / span.phases, begin + took)
+        took = self._connections[key].seconds(nbytes, self.rate, self.latency_s, begin)
+        for peer in peers:
+            if (back := self._connections.get((span.axis, peer, (span.rank,)))) is not None:
+                back.touched(begin + took + self.latency_s)
         return took
 
+    def finished(self, timeline: Timeline, spans: dict[int, Span], submitted: dict[int, Seconds]) -> dict[int, Seconds]:
+        """When a verb that all of its ranks have submitted has arrived at each of them."""
+        if any(s.axis == "world" for s in spans.values()):
+            return {
+                r: timeline.add((s.axis, r), np.zeros_like(self.rate), submitted.values()) for r, s in spans.items()
+            }
+        if self.tcp:
+            found = self._with_words(timeline, spans, submitted)
+            return {r: timeline.add((s.axis, r), 0.0, [found[r]]) for r, s in spans.items()}
+        return {
+            r: timeline.add((s.axis, r), s.phases * self.latency_s + 8 * _most(s) / self.rate, submitted.values())
+            for r, s in spans.items()
+        }
 
-def _finish(timeline: Timeline, wires: _Wires, span: Span, submitted: dict[int, Seconds]) -> Seconds:
-    """When a verb has arrived at the rank of `span`."""
-    resource, takes = (span.axis, span.rank), np.zeros_like(wires.rate)
-    if span.axis != "world":
-        begin = np.maximum(timeline.free(resource), np.max(list(submitted.values()), axis=0))
-        takes = wires.phases(span, begin)
-    return timeline.add(resource, takes, submitted.values())
+    def _with_words(
+        self, timeline: Timeline, spans: dict[int, Span], submitted: dict[int, Seconds]
+    ) -> dict[int, Seconds]:
+        """The same over TCP: what a rank is to have leaves when its word has come; then phase follows phase."""
+        done: dict[int, Seconds] = {}
+        for r, s in spans.items():
+            others = [at for p, at in submitted.items() if p != r]
+            begin = functools.reduce(np.maximum, others, submitted[r] + self.latency_s)
+            begin = np.maximum(begin, timeline.free((s.axis, r)))
+            done[r] = begin + self.message(s, _most(s) / s.phases, begin) + self.latency_s
+        for _ in range(1, max(s.phases for s in spans.values())):
+            before = dict(done)
+            for r, s in spans.items():
+                begin = functools.reduce(np.maximum, [at for p, at in before.items() if p != r])
+                there = begin + self.message(s, _most(s) / s.phases, begin) + self.latency_s
+                done[r] = np.maximum(before[r], there)
+        return done
+
+
+def _most(span: Span) -> int:
+    """Bytes that a rank sends in a verb, or takes, if more."""
+    return max(span.nbytes, span.taken)

@@ -1,4 +1,4 @@
-"""What TCP makes of a link's rate and latency: headers around what is sent, and a window that opens step by step.
+"""What TCP and gloo make of a link: headers around what is sent, a window that opens step by step, a word before it.
 
 A sender may have a window of bytes on their way that nobody has acknowledged. It begins with ten segments (RFC 6928),
 and doubles with every round trip in which it was full (slow start, RFC 5681), until it is what the link holds in a
@@ -8,7 +8,12 @@ round trip, rate x RTT. Before that the link stands still for
 
 in each of them. After a pause of longer than the retransmission time-out (RTT + 0.2 s on Linux) the window is halved,
 once for each time-out in the pause, down to what it began with (RFC 2861; net.ipv4.tcp_slow_start_after_idle). Training
-with few exchanges is made of pauses, so over a long way its messages begin slowly again and again.
+with few exchanges is made of pauses, so over a long way its messages begin slowly again and again. What travels the
+other way, if only words and acknowledgements, ends a pause too.
+
+Gloo sends a payload when its receiver has said that there is a place for it. Ranks that enter a verb together say so
+then, and wait one latency for that word, once in a verb: the places of its later phases, and of messages of a pipeline,
+are made known ahead (`Transport.expect`).
 
 Left out: losses, and what a queue adds to the round trip. Other congestion controls open their windows by other rules.
 
@@ -62,3 +67,7 @@ class Connection:
         took = stalled + FRAMING * 8 * nbytes / rate
         self.window, self.ended = window, begin + took
         return took
+
+    def touched(self, at: Seconds) -> None:
+        """Something came the other way: no pause begins before that."""
+        self.ended = np.maximum(self.ended, at)

@@ -1,0 +1,178 @@
+"""Links that the kernel shapes: no faster than they say, counted, cut and mended, and gone when they are done with."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lowcomm import ConfigError
+from lowcomm.comm import testbed
+from lowcomm.comm.testbed import Testbed, missing
+from lowcomm.comm.wire import Span
+from lowcomm.cost.replay import replay
+from lowcomm.cost.tcp import FRAMING, INITIAL, LEAST_TIMEOUT_S, Connection
+from pipelines import links
+
+here = pytest.mark.skipif(bool(missing()), reason=f"no testbed here: {missing()}")
+far = pytest.mark.skipif(bool(missing(latency=True)), reason=f"no testbed here: {missing(latency=True)}")
+SERVER = """
+import socket
+listener = socket.create_server(("0.0.0.0", 5000))
+print("listening", flush=True)
+while True:
+    connection, _ = listener.accept()
+    while size := int.from_bytes(connection.recv(8, socket.MSG_WAITALL)):
+        left = size
+        while left:
+            left -= len(connection.recv(min(left, 1 << 20)))
+        connection.sendall(b"k")
+"""
+CLIENT = """
+import socket, sys, time
+connection = socket.create_connection(("10.77.0.1", 5000), timeout=20)
+for size in map(int, sys.argv[1:]):
+    begin = time.monotonic()
+    connection.sendall(size.to_bytes(8) + bytes(size))
+    connection.recv(1)
+    print(time.monotonic() - begin, flush=True)
+"""
+
+
+def served(bed: Testbed) -> None:
+    """Let node 0 take what others send it."""
+    server = bed.start(0, [sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True)
+    assert server.stdout.readline() == "listening\n"
+
+
+def sent(bed: Testbed, *sizes: int) -> list[float]:
+    """Send node 0 so many bytes, one time after the other; returns the seconds until it has them."""
+    child = bed.start(1, [sys.executable, "-c", CLIENT, *map(str, sizes)], stdout=subprocess.PIPE, text=True)
+    said, _ = child.communicate(timeout=60)
+    assert child.returncode == 0
+    return [float(line) for line in said.split()]
+
+
+def namespaces() -> str:
+    return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+
+
+@here
+def test_nothing_is_faster_than_its_link_and_all_of_it_is_counted() -> None:
+    with Testbed(2, mbit_per_s=20) as bed:
+        served(bed)
+        before = bed.counters(1)[0]
+        (took,) = sent(bed, 300_000)
+        assert took > 0.95 * 300_000 * 8 / 20e6
+        assert 1.04 < (bed.counters(1)[0] - before) / 300_000 < 1.1
+        bed.shape(1, up=4)  # one way alone, and the other end's stays what it was
+        (slower,) = sent(bed, 300_000)
+        assert slower > 0.9 * 300_000 * 8 / 4e6
+        assert bed.rates[1] == testbed.Rates(4, 20)
+        bed.shape(1, up=200)
+        bed.shape(0, down=4)
+        (slower,) = sent(bed, 300_000)
+        assert slower > 0.9 * 300_000 * 8 / 4e6
+        with pytest.raises(ConfigError, match="a link of 0 Mbit/s: it must be above 0"):
+            bed.shape(0, up=0)
+        mine = bed.names
+        assert mine[0] in namespaces()
+    assert not any(name in namespaces() for name in mine)
+
+
+@here
+def test_a_link_that_is_cut_carries_nothing_until_it_is_mended() -> None:
+    ping = [sys.executable, "-c", "import socket; socket.create_connection(('10.77.0.1', 5000), timeout=0.5)"]
+    with Testbed(2) as bed:
+        served(bed)
+        assert bed.start(1, ping).wait(30) == 0
+        bed.cut(1)
+        assert bed.start(1, ping, stderr=subprocess.DEVNULL).wait(30) != 0
+        bed.mend(1)
+        assert bed.start(1, ping).wait(30) == 0
+
+
+@far
+def test_a_latency_is_between_all() -> None:
+    with Testbed(2, mbit_per_s=50, latency_ms=30) as bed:
+        served(bed)
+        cold, warm = sent(bed, 100_000, 100_000)
+        assert min(cold, warm) > 2 * 0.03 + 100_000 * 8 / 50e6 - 0.002
+        assert bed.counters(1)[0] > 200_000
+
+
+def test_what_a_machine_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(testbed.shutil, "which", lambda tool: None if tool == "tc" else tool)
+    assert missing() == "tc (iproute2) cannot be found"
+    monkeypatch.setattr(testbed.shutil, "which", lambda tool: tool)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(ConfigError, match="no testbed here: network namespaces need root"):
+        Testbed(2)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert missing() == "network namespaces are Linux's"
+    with pytest.raises(ConfigError, match="0 nodes: a testbed has 1 to 200"):
+        Testbed(0)
+
+
+@here
+def test_a_congestion_control_that_is_not_there_is_named_and_nothing_is_left() -> None:
+    bed = Testbed(2, congestion="telepathy")
+    with pytest.raises(ConfigError, match="telepathy"), bed:
+        pass
+    assert not any(name in namespaces() for name in bed.names)
+
+
+def test_a_connection_opens_by_doubling_and_closes_in_pauses() -> None:
+    """200 kB at 80 Mbit/s over 40 ms: windows of 14, 29 and 58 kB leave the link idle, the fourth is the rest."""
+    rate, one = 80e6, Connection()
+    wire = FRAMING * 8 * 200_000 / rate
+    opening = 3 * 0.08 - 8 * 7 * INITIAL / rate
+    assert one.seconds(200_000, rate, 0.04, 0.0) == pytest.approx(opening + wire)
+    assert one.window == 8 * INITIAL
+    assert one.seconds(100_000, rate, 0.04, one.ended) == pytest.approx(FRAMING * 8 * 100_000 / rate)
+    again = one.ended + 3.5 * (0.08 + LEAST_TIMEOUT_S)  # three time-outs: as it began
+    assert one.seconds(200_000, rate, 0.04, again) == pytest.approx(opening + wire)
+    one.touched(again + 5)
+    assert one.seconds(100_000, rate, 0.04, again + 5) == pytest.approx(FRAMING * 8 * 100_000 / rate)
+    two = Connection(2)
+    assert two.seconds(40_000, rate, 0.04, 0.0) == pytest.approx(0.08 - 16 * INITIAL / rate + FRAMING * 0.004)
+    near = Connection()
+    assert np.allclose(near.seconds(200_000, np.array([20e6, 80e6, math.inf]), 0.0, 0.0), [4 * wire, wire, 0])
+
+
+def test_a_verb_waits_for_the_word_of_its_receivers() -> None:
+    """Rank 1 comes a second late: what it is to have leaves when its word has come, what it gives when it comes."""
+    known = {"axis": "replica", "ranks": (0, 1), "verb": "mean #0", "purpose": "outer", "step": 1, "nbytes": 8_000}
+
+    def traces(phases: int) -> list[list[Span]]:
+        more = known | {"taken": 8_000, "phases": phases, "finished": 9.0, "left_wait": 9.0}
+        return [[Span(rank=r, submitted=at, entered_wait=at, **more)] for r, at in ((0, 0.0), (1, 1.0))]
+
+    def seconds(phases: int) -> float:
+        return float(replay(traces(phases), 0.08, latency_s=0.04, tcp=True).seconds)
+
+    one, half = FRAMING * 8 * 8_000 / 80e6, FRAMING * 8 * 4_000 / 80e6
+    assert seconds(1) == pytest.approx(1 + 0.04 + one + 0.04)  # at rank 1; rank 0 has its part a latency before
+    assert seconds(2) == pytest.approx(1 + 3 * 0.04 + 2 * half)
+    assert float(replay(traces(1), 0.08, latency_s=0.04).seconds) == pytest.approx(1 + 0.04 + 8 * 8_000 / 80e6)
+
+
+@here
+@pytest.mark.longest
+def test_a_run_over_real_links_has_the_losses_of_one_over_a_free_one(tmp_path: Path) -> None:
+    data = links.corpus(tmp_path / "data")
+    point = links.point("overlapped", "200", data, times=1)
+    assert point["losses_equal"]
+    assert point["counted_steps"] == 36
+    least, most = links.framed_bytes(point)
+    assert 0.95 * least < point["counter_bytes"] < 1.05 * most
+    assert point["own_s"][0] > point["plain_s"][0]
+    assert json.loads(json.dumps(point)) == point
+    assert "losses equal" in links.told(point)
