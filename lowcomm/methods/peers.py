@@ -36,11 +36,12 @@ class Peers(Choice, ABC):
         """Raise ConfigError for settings with which it does not work."""
 
     @abstractmethod
-    def members(self, turn: Turn, replicas: int, replica: int, *, present: Sequence[int] | None = None) -> list[int]:
-        """With whom `replica` averages at a turn, itself among them, in ascending order.
+    def members(self, turn: Turn, replicas: int, replica: int) -> list[int]:
+        """With whom `replica` averages at a turn, itself among them, in ascending order."""
 
-        `present`: the replicas that are there, in ascending order, where some may be gone.
-        """
+    def among(self, turn: Turn, replicas: int, replica: int, present: Sequence[int]) -> list[int]:
+        """The same where `present` are there of the replicas, in ascending order: by default as if these were all."""
+        return [present[i] for i in self.members(turn, len(present), present.index(replica))]
 
     @abstractmethod
     def most(self, replicas: int) -> int:
@@ -57,8 +58,8 @@ class AllReplicas(Peers):
     def of(cls, method: MethodConfig, seed: int) -> AllReplicas:
         return cls()
 
-    def members(self, turn: Turn, replicas: int, replica: int, *, present: Sequence[int] | None = None) -> list[int]:
-        return list(range(replicas) if present is None else present)
+    def members(self, turn: Turn, replicas: int, replica: int) -> list[int]:
+        return list(range(replicas))
 
     def most(self, replicas: int) -> int:
         return replicas
@@ -92,7 +93,10 @@ class RandomGroup(Peers):
                 " must hold owners of every slice"
             )
 
-    def members(self, turn: Turn, replicas: int, replica: int, *, present: Sequence[int] | None = None) -> list[int]:
+    def members(self, turn: Turn, replicas: int, replica: int) -> list[int]:
+        return self.among(turn, replicas, replica, range(replicas))
+
+    def among(self, turn: Turn, replicas: int, replica: int, present: Sequence[int]) -> list[int]:
         drawn = groups(self.seed, turn, replicas, self.size, self.slices, present=present)
         return next(group for group in drawn if replica in group)
 

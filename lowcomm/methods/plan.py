@@ -201,7 +201,9 @@ class Plan:
 
         `present`: the replicas that are there, in ascending order, where some may be gone.
         """
-        return self.peers.members((fragment, turn), self.replicas, replica, present=present)
+        if present is None:
+            return self.peers.members((fragment, turn), self.replicas, replica)
+        return self.peers.among((fragment, turn), self.replicas, replica, present)
 
     def is_plain(self, fragment: int) -> bool:
         """Tell whether turns of this fragment with all replicas are ordinary means of fp32 values, in two phases."""
