@@ -40,6 +40,7 @@ def _end_with_dvc() -> None:
             time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGINT)
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell that puts dvc into the background ignores
     threading.Thread(target=watch, name="dvc", daemon=True).start()
 
 
