@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lowcomm.comm.start import world_from_torchrun
 from lowcomm.comm.testbed import Testbed
 from lowcomm.comm.transport import HEADER_BYTES
 from lowcomm.comm.wire import Span
@@ -80,7 +81,7 @@ _STREAMING = {"method.sync_every_steps": 12, "method.record_cosine": "false"}
 
 @dataclass(frozen=True)
 class Method:
-    """A run of params.yaml, made short: `settings` beside `SHAPE`, of so many steps."""
+    """A run of params.yaml that is made short: it has `steps` steps, and `settings` beside those of `SHAPE`."""
 
     run: str
     steps: int
@@ -89,11 +90,12 @@ class Method:
     replicas: int = 2
     stages: int = 1
 
-    def config(self, mode: str = "laptop") -> RunConfig:
+    @property
+    def config(self) -> RunConfig:
         """The run's configuration."""
         grid = {"replicas": self.replicas, "stages": self.stages, "train.steps": self.steps}
         words = [f"{key}={value}" for key, value in (SHAPE | grid | self.settings).items()]
-        return run_config(self.run, variant=self.variant, scale=mode, **overrides(words))
+        return run_config(self.run, variant=self.variant, scale="laptop", **overrides(words))
 
 
 METHODS = {
@@ -114,7 +116,11 @@ METHODS = {
 
 @dataclass(frozen=True)
 class Run:
-    """What one run over a testbed was: traces, losses, and (steps counted, bytes by counter, by ledger) of rank 0."""
+    """One run over a testbed.
+
+    spans: the traces of its ranks, in rank order. losses: of the last stage, step by step. counted: the number of steps
+    over which rank 0's bytes were counted, the bytes that its interface sent in them, and those that its ledger has.
+    """
 
     spans: list[list[Span]]
     losses: list[float]
@@ -123,9 +129,7 @@ class Run:
 
 def rank(method: str, data: Path, out: Path) -> None:
     """Train one rank of a method, in its namespace, and write down what its interface had sent after each step."""
-    from lowcomm.comm.start import world_from_torchrun
-
-    config = METHODS[method].config()
+    config = METHODS[method].config
     world = world_from_torchrun(replicas=config.replicas, stages=config.stages, comm=config.comm)
     counter, seen = Path("/sys/class/net/eth0/statistics/tx_bytes"), []
 
@@ -139,7 +143,7 @@ def rank(method: str, data: Path, out: Path) -> None:
 
 def run(method: str, data: Path, *, mbit_per_s: float = math.inf, latency_ms: float = 0.0) -> Run:
     """Train a method over links of this rate and latency. Raises ConfigError where no testbed can be had."""
-    config = METHODS[method].config()
+    config = METHODS[method].config
     with (
         tempfile.TemporaryDirectory() as work,
         Testbed(config.ranks, mbit_per_s=mbit_per_s, latency_ms=latency_ms) as bed,
@@ -175,7 +179,7 @@ def point(method: str, link: str, data: Path, *, times: int = TIMES) -> dict[str
         "method": method,
         "mbit_per_s": mbit_per_s,
         "latency_ms": latency_ms,
-        "ranks": METHODS[method].config().ranks,
+        "ranks": METHODS[method].config.ranks,
         "steps": METHODS[method].steps,
         "times": times,
         "measured_s": [round(float(recorded(s.spans).seconds), 4) for s in slow],
@@ -196,12 +200,12 @@ def point(method: str, link: str, data: Path, *, times: int = TIMES) -> dict[str
 
 
 def _messages(spans: list[Span], first: int, last: int) -> int:
-    """Messages that a rank has sent after one step and up to another: one for each phase and peer."""
+    """Return how many messages a rank has sent after one step and up to another: one for each phase and peer."""
     return sum(s.phases * (len(s.ranks) - 1) for s in spans if first < s.step <= last and s.nbytes)
 
 
 def framed_bytes(p: dict[str, Any]) -> tuple[float, float]:
-    """What a counter should say for the bytes of a point's ledger: at least and at most.
+    """Return what a counter should say, at least and at most, where a ledger has the bytes of a point's.
 
     Each segment has headers. Each message has one of ours, which is a segment by itself, and gloo's 48 bytes before
     that and before its payload; for the one that is taken, two words of 48 bytes say that there is a place for it.
@@ -213,7 +217,7 @@ def framed_bytes(p: dict[str, Any]) -> tuple[float, float]:
 
 
 def corpus(folder: Path) -> Path:
-    """A small corpus, prepared in a folder."""
+    """Prepare a small corpus in a folder, which is returned."""
     prepare(CorpusConfig("docstrings"), DataConfig("docstrings", VOCAB, max_characters=400_000), folder)
     return folder
 
@@ -234,7 +238,7 @@ def measure(results: Path = RESULTS, *, times: int = TIMES) -> None:
 
 
 def told(p: dict[str, Any]) -> str:
-    """A point in a line."""
+    """Return what a point says, in a line."""
     measured, own, free, plain = (statistics.median(p[f"{name}_s"]) for name in ("measured", "own", "free", "plain"))
     least, most = framed_bytes(p)
     return (
@@ -247,7 +251,7 @@ def told(p: dict[str, Any]) -> str:
 
 
 def points(results: Path = RESULTS) -> list[dict[str, Any]]:
-    """All points that have been measured, method by method and link by link."""
+    """Return all points that have been measured, method by method and link by link."""
     files = [results / method / f"{link}.json" for method in METHODS for link in LINKS]
     return [json.loads(file.read_text()) for file in files if file.exists()]
 

@@ -65,7 +65,7 @@ SETTINGS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to a slot: at how many seconds, of which kind, for how long."""
+    """A fault that happens to a slot: at how many seconds of the run, of which kind, and for how many seconds."""
 
     at: float
     kind: str
@@ -216,7 +216,7 @@ def run(steps: int, schedule: list[Fault], work: Path) -> dict[str, Any]:
 
 
 def returns(found: dict[str, Any]) -> list[float]:
-    """Seconds from the end of each fault until its slot was in a round again."""
+    """Return the seconds from the end of each fault until its slot was in a round again."""
     out = []
     for fault in found["faults"]:
         over = fault["at"] + fault["seconds"]
@@ -227,7 +227,7 @@ def returns(found: dict[str, Any]) -> list[float]:
 
 
 def participation(found: dict[str, Any]) -> float:
-    """Members of rounds over the replicas that were well when they were committed, mean over rounds."""
+    """Return which share of the replicas that were well took part in a round, as a mean over rounds."""
     shares = []
     for r in found["rounds"]:
         ill = {f["slot"] for f in found["faults"] if f["at"] <= r["at"] <= f["at"] + f["seconds"]}
@@ -236,7 +236,7 @@ def participation(found: dict[str, Any]) -> float:
 
 
 def throughput(found: dict[str, Any]) -> float:
-    """Committed tokens per second, from the first round to the last."""
+    """Return the committed tokens per second, from the first round to the last."""
     first, *rest = found["rounds"]
     return sum(r["tokens"] for r in rest) / (rest[-1]["at"] - first["at"])
 

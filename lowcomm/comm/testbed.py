@@ -44,21 +44,16 @@ _NETWORK = ipaddress.ip_network("10.77.0.0/24")
 
 
 def missing(*, latency: bool = False) -> str:
-    """What this machine lacks for a testbed, in words; "" where there is one to be had."""
+    """Say what this machine lacks for a testbed, with a `latency` or without; return "" where it lacks nothing."""
     if sys.platform != "linux":
         return "network namespaces are Linux's"
     if absent := [tool for tool in ("ip", "tc") if shutil.which(tool) is None]:
         return f"{' and '.join(absent)} (iproute2) cannot be found"
     if os.geteuid() != 0:
         return "network namespaces need root"
-    name = f"lowcomm-{os.getpid()}-try"
-    if subprocess.run(["ip", "netns", "add", name], capture_output=True).returncode:
+    if not _accepts("true"):
         return "no network namespace can be made here, root or not"
-    try:
-        can = subprocess.run([*_inside(name), *_bucket("lo", 1e6)], capture_output=True).returncode == 0
-    finally:
-        subprocess.run(["ip", "netns", "del", name], capture_output=True)
-    if not can:
+    if not _accepts(*_bucket("lo", 1e6)):
         return "the kernel has no token bucket (sch_tbf)"
     return (
         "" if not latency or has_netem() or os.path.exists("/dev/net/tun") else "the kernel has neither netem nor TUN"
@@ -67,11 +62,16 @@ def missing(*, latency: bool = False) -> str:
 
 def has_netem() -> bool:
     """Tell whether the kernel can delay packets by itself."""
-    name = f"lowcomm-{os.getpid()}-netem"
-    _run("ip", "netns", "add", name)
+    return _accepts("tc", "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms")
+
+
+def _accepts(*words: str) -> bool:
+    """Tell whether a command succeeds in a network namespace, which is made for it and gone afterwards."""
+    name = f"lowcomm-{os.getpid()}-try"
+    if subprocess.run(["ip", "netns", "add", name], capture_output=True).returncode:
+        return False
     try:
-        words = [*_inside(name), "tc", "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms"]
-        return subprocess.run(words, capture_output=True).returncode == 0
+        return subprocess.run([*_inside(name), *words], capture_output=True).returncode == 0
     finally:
         _run("ip", "netns", "del", name)
 
@@ -98,7 +98,7 @@ def _bucket(device: str, bits_per_s: float) -> list[str]:
 
 @dataclass(frozen=True)
 class Rates:
-    """Of a node's link, in Mbit/s: what it can send, and what it can take."""
+    """The rates of a node's link in Mbit/s: `up`, at which the node sends, and `down`, at which it receives."""
 
     up: float
     down: float

@@ -179,14 +179,14 @@ def replay(
 
 
 class _Wires:
-    """What verbs take of the ranks' wires."""
+    """The wires of all ranks over a link, which say for how long each verb occupies them."""
 
     def __init__(self, rate: NDArray[np.float64], latency_s: float, *, tcp: bool):
         self.rate, self.latency_s, self.tcp = rate, latency_s, tcp
         self._connections: dict[tuple, Connection] = {}
 
     def message(self, span: Span, nbytes: float, begin: Seconds) -> Seconds:
-        """Seconds for which bytes that leave at once, to all peers, take the wire of the span's rank."""
+        """Return for how many seconds bytes that leave at once, to all peers, occupy the wire of the span's rank."""
         if not self.tcp or not nbytes:
             return 8 * nbytes / self.rate
         peers = tuple(r for r in span.ranks if r != span.rank)
@@ -200,7 +200,7 @@ class _Wires:
         return took
 
     def finished(self, timeline: Timeline, spans: dict[int, Span], submitted: dict[int, Seconds]) -> dict[int, Seconds]:
-        """When a verb that all of its ranks have submitted has arrived at each of them."""
+        """Return, by rank, when a verb that all of its ranks have submitted has arrived there."""
         if any(s.axis == "world" for s in spans.values()):
             return {
                 r: timeline.add((s.axis, r), np.zeros_like(self.rate), submitted.values()) for r, s in spans.items()
@@ -216,7 +216,7 @@ class _Wires:
     def _with_words(
         self, timeline: Timeline, spans: dict[int, Span], submitted: dict[int, Seconds]
     ) -> dict[int, Seconds]:
-        """The same over TCP: what a rank is to have leaves when its word has come; then phase follows phase."""
+        """Return the same over TCP: what a rank is to have leaves when its word has come; then phase follows phase."""
         done: dict[int, Seconds] = {}
         for r, s in spans.items():
             others = [at for p, at in submitted.items() if p != r]
@@ -233,5 +233,5 @@ class _Wires:
 
 
 def _most(span: Span) -> int:
-    """Bytes that a rank sends in a verb, or takes, if more."""
+    """Return the bytes that a rank sends in a verb, or those that it takes, if these are more."""
     return max(span.nbytes, span.taken)

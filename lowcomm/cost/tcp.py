@@ -51,7 +51,7 @@ class Connection:
     ended: Seconds = 0.0
 
     def seconds(self, nbytes: float, rate: Seconds, latency_s: float, begin: Seconds) -> Seconds:
-        """How long the link is taken from `begin` until so many bytes have left; rate in bits per second.
+        """Return for how many seconds from `begin` the link is occupied until `nbytes` have left, at `rate` bits/s.
 
         The latency until the last of them has arrived is not counted.
         """
@@ -69,5 +69,5 @@ class Connection:
         return took
 
     def touched(self, at: Seconds) -> None:
-        """Something came the other way: no pause begins before that."""
+        """Take notice that something came the other way: no pause begins before that."""
         self.ended = np.maximum(self.ended, at)

@@ -35,7 +35,7 @@ _SOURCE = source_digest()  # as it is when it is loaded
 
 
 def slot_folder(folder: RunFolder, slot: int) -> RunFolder:
-    """Where the files of one slot of a run are."""
+    """Return the folder of one slot of a run, inside that of the run."""
     name = f"slot-{slot:03d}"
     return RunFolder(folder.out / name, folder.times / name)
 
@@ -165,7 +165,7 @@ def _save(trainer: Trainer, checkpoints: Checkpoints, metrics: Metrics, run: dic
 
 
 def _summary(trainer: Trainer) -> dict[str, Any]:
-    """What this slot knows of the run at its end; the rounds are the same wherever one asks."""
+    """Return what this slot knows of the run at its end; all slots return the same rounds."""
     config, engine = trainer.config, trainer.engine
     loss = trainer.evaluate()
     rounds = engine.told()
