@@ -70,8 +70,7 @@ def train_elastic(
     """
     folder = slot_folder(RunFolder.beside(folder) if isinstance(folder, Path) else folder, slot)
     _check(config, slot)
-    for path in (folder.out, folder.times):
-        path.mkdir(parents=True, exist_ok=True)
+    folder.make()
     t = config.train
     data = TokenData(data_folder, seq_len=t.seq_len, global_batch=t.global_batch, seed=config.seed)
     run = config.identity() | {"slot": slot, "tokenizer": data.card["tokenizer_sha256"]}
@@ -113,7 +112,8 @@ def _train(
     checkpoints = Checkpoints(folder.checkpoints, trainer.world, config.checkpoint.keep)
     found = checkpoints.newest(run)
     if found is None:
-        claim.begin()
+        if not folder.metrics(0).exists():  # else an earlier start was killed before its first checkpoint
+            claim.begin()
         folder.source.write_text(_SOURCE)
     else:
         step, tensors, _ = found
@@ -127,7 +127,7 @@ def _train(
         while engine.is_training and not requested.is_set():
             step = engine.steps_done + 1
             row = trainer.step(step)
-            if engine.is_spokesman or step == t.steps:
+            if step < t.steps and engine.is_spokesman:  # at the end each evaluates, for its summary
                 row |= trainer.evaluations(step)
             metrics.add(row | {"tokens": engine.tokens_read, "rounds": engine.rounds_done})
             clock.add({"step": step, "seconds": trainer.world.clock.elapsed()})

@@ -108,6 +108,16 @@ class RunFolder:
         """The folder `out`, with its times in a folder beside it."""
         return cls(out, out.with_name(f"{out.name}-times"))
 
+    def make(self) -> None:
+        """Make both folders where they are missing. Raises ConfigError where they cannot be written."""
+        try:
+            for path in (self.out, self.times):
+                path.mkdir(parents=True, exist_ok=True)
+                if not os.access(path, os.W_OK):
+                    raise PermissionError(f"no permission to write {path}")
+        except OSError as error:
+            raise ConfigError(f"output folder {self.out} cannot be written: {error}") from None
+
     @property
     def summary(self) -> Path:
         """The results of the run; the file is there only when the run is complete."""

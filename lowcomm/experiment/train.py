@@ -11,7 +11,6 @@ import dataclasses
 import json
 import logging
 import math
-import os
 import platform
 import resource
 import sys
@@ -62,13 +61,7 @@ def train(
     Raises ConfigError where the folder is another's (`claim.Claim`) or ranks were started differently, and CommError.
     """
     folder = RunFolder.beside(folder) if isinstance(folder, Path) else folder
-    try:
-        for path in (folder.out, folder.times):
-            path.mkdir(parents=True, exist_ok=True)
-            if not os.access(path, os.W_OK):
-                raise PermissionError(f"no permission to write {path}")
-    except OSError as error:
-        raise ConfigError(f"output folder {folder.out} cannot be written: {error}") from None
+    folder.make()
     t = config.train
     data = TokenData(data_folder, seq_len=t.seq_len, global_batch=t.global_batch, seed=config.seed)
     world.agree(started_with(config, data))

@@ -188,18 +188,13 @@ class Trainer:
         return row
 
     def _batches(self, step: int) -> Callable[[int], Tensor]:
-        """Return what gives the tokens [B, T + 1] of a step for a replica of the world.
-
-        A slot of an elastic run goes on where its data is, which may be another step's than the run's.
-        """
-        place, first = step, 0
-        if isinstance(self.engine, ElasticUpdates):
-            place = self.engine.tokens_read // (self.config.local_batch * self.config.train.seq_len) + 1
-            first = self.replica
+        """Return what gives the tokens [B, T + 1] of a step for a replica of the world."""
+        of_step = self.engine.data_step(step, self.config.local_batch * self.config.train.seq_len)
+        first = self.replica - self.world.replica  # the world of an elastic slot has that slot alone
 
         @functools.cache
         def batch(replica: int) -> Tensor:
-            found = self.data.batch(place, first + replica, self.config.replicas)
+            found = self.data.batch(of_step, first + replica, self.config.replicas)
             return found.to(self.world.device, non_blocking=True)
 
         return batch

@@ -31,9 +31,9 @@ import hashlib
 import json
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import safetensors.torch
@@ -47,16 +47,22 @@ from lowcomm.comm.notes import Notes
 from lowcomm.comm.transport import CommError
 from lowcomm.comm.world import World
 from lowcomm.methods.config import MethodConfig
-from lowcomm.methods.engine import Change, Engine, Evaluated, holding, named_parameters
-from lowcomm.methods.local_updates import FragmentState, LocalUpdates, begun_with, of_fragment, with_settings
+from lowcomm.methods.engine import Change, Engine, Evaluated, named_parameters
+from lowcomm.methods.local_updates import (
+    LocalUpdates,
+    begun_with,
+    fragment_states,
+    of_fragment,
+    showing,
+    whole_parameters,
+    with_settings,
+)
 from lowcomm.methods.outer_state import unflatten_into
 from lowcomm.methods.plan import OUTER, SLOW_WEIGHTS, Plan, Turn
 from lowcomm.settings import ConfigError, first_difference
 
 #: What happens to others, seen from one: the slots that a round has no more, or has again.
 Event = Callable[[Round, tuple[int, ...]], None]
-#: A round that was met, and the outer state of its fragment as it leaves it.
-Met = tuple[Round, dict[str, Tensor]]
 
 
 class ElasticUpdates(Engine):
@@ -114,10 +120,7 @@ class ElasticUpdates(Engine):
         shapes = {name: tuple(p.shape) for name, p in self.named.items()}
         self.plan = Plan(shapes, method, slots, seed=seed, layers=layers)
         self._check()
-        self.fragments = [
-            FragmentState(f.pieces, self.named, self.plan.outer, offload=method.offload_outer)
-            for f in self.plan.fragments
-        ]
+        self.fragments = fragment_states(self.plan, self.named)
         self.one_model = self.plan.peers.one_model
         self.constrain = None if self.plan.codec.lossless else constrain
         self._turns = self.plan.all_turns(steps)
@@ -209,6 +212,10 @@ class ElasticUpdates(Engine):
         """How many rounds of the run are committed, as far as this replica has read."""
         return len(self.elastic.roll.rounds)
 
+    def data_step(self, step: int, tokens: int) -> int:
+        """Return the step whose batch of its slot comes next, which is another one than the run's after an absence."""
+        return self.tokens_read // tokens + 1
+
     @property
     def is_spokesman(self) -> bool:
         """Tell whether this replica is to say how the model is: of those who hold one model, one; else each."""
@@ -254,26 +261,18 @@ class ElasticUpdates(Engine):
         self._pool.shutdown()
         self.elastic.close()
 
-    @contextmanager
-    def evaluated(self, which: Evaluated = "agreed") -> Iterator[None]:
+    def evaluated(self, which: Evaluated = "agreed") -> AbstractContextManager[None]:
         """Inside, the model holds the parameters last agreed, as of the rounds that this replica has applied.
 
         Raises ConfigError for parameters of other replicas, who may not be there to be asked.
         """
         if which != "agreed":
             raise ConfigError(f"elastic replicas evaluate the parameters last agreed, not {which}")
-        with ExitStack() as stack:
-            for fragment in self.fragments:
-                stack.enter_context(holding(fragment.parameters, fragment.agreed))
-            yield
+        return showing(self.fragments, lambda fragment: fragment.agreed)
 
     def weights(self) -> dict[str, Tensor]:
         """The parameters last agreed, in fp32; where replicas have their own, this one's."""
-        whole = {n: torch.empty(p.shape, dtype=torch.float32, device=p.device) for n, p in self.named.items()}
-        for fragment in self.fragments:
-            for piece, (_, value) in zip(fragment.pieces, fragment.values(fragment.agreed), strict=True):
-                piece.of(whole[piece.parameter]).copy_(value)
-        return whole
+        return whole_parameters(self.fragments, [f.agreed for f in self.fragments], self.named)
 
     def _is_turn(self) -> bool:
         """Tell whether a turn is due; those that close the run belong to `finish`."""

@@ -121,6 +121,10 @@ class Engine(Choice, ABC):
             if getattr(method, field.name) != getattr(default, field.name):
                 raise ConfigError(f"method.{field.name} means nothing with method.exchange = {method.exchange}")
 
+    def data_step(self, step: int, tokens: int) -> int:
+        """Return the step of whose batch of data a replica takes its own in `step`, where each has so many tokens."""
+        return step
+
     def average_gradients(self) -> None:
         """Between the backward pass and clipping."""
 

@@ -31,7 +31,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -194,6 +194,32 @@ class FragmentState:
         self.due, self.turns = int(state["due"]), int(state["turns"])
 
 
+def fragment_states(plan: Plan, named: Mapping[str, Tensor]) -> list[FragmentState]:
+    """Return the state of each of a plan's fragments, as training begins."""
+    offload = plan.method.offload_outer
+    return [FragmentState(f.pieces, named, plan.outer, offload=offload) for f in plan.fragments]
+
+
+def whole_parameters(
+    fragments: Sequence[FragmentState], values: Sequence[Tensor], named: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return whole parameters in fp32 by name, put together from the flat values of each fragment."""
+    whole = {n: torch.empty(p.shape, dtype=torch.float32, device=p.device) for n, p in named.items()}
+    for fragment, flat in zip(fragments, values, strict=True):
+        for piece, (_, value) in zip(fragment.pieces, fragment.values(flat), strict=True):
+            piece.of(whole[piece.parameter]).copy_(value)
+    return whole
+
+
+@contextlib.contextmanager
+def showing(fragments: Sequence[FragmentState], values: Callable[[FragmentState], Tensor]) -> Iterator[None]:
+    """Inside, the parameters of each fragment hold other values, which `values` gives, flat."""
+    with contextlib.ExitStack() as stack:
+        for fragment in fragments:
+            stack.enter_context(holding(fragment.parameters, values(fragment)))
+        yield
+
+
 class LocalUpdates(Engine):
     """Replicas train alone and meet for a fragment at its turn: DiLoCo, Streaming DiLoCo, federated averaging, NoLoCo.
 
@@ -246,10 +272,7 @@ class LocalUpdates(Engine):
             told = begun_with(method, self.named, seed=seed, steps=steps, layers=layers)
             world.agree(told, axis="replica")
             broadcast_weights(model, world)
-        self.fragments = [
-            FragmentState(f.pieces, self.named, self.plan.outer, offload=method.offload_outer)
-            for f in self.plan.fragments
-        ]
+        self.fragments = fragment_states(self.plan, self.named)
         self.one_model = self.plan.peers.one_model
         self.overlap = self.plan.overlap(self.world.replica)
         self.constrain = None if self.plan.codec.lossless else constrain
@@ -352,29 +375,23 @@ class LocalUpdates(Engine):
         """Tell whether a fragment will be exchanged again, as far as is known."""
         return self.steps is None or self.fragments[index].turns < self.plan.turns_in(index, self.steps)
 
-    @contextlib.contextmanager
-    def evaluated(self, which: Evaluated = "agreed") -> Iterator[None]:
+    def evaluated(self, which: Evaluated = "agreed") -> contextlib.AbstractContextManager[None]:
         """The outer parameters (Streaming DiLoCo, Table 3), whatever the replica holds in between; or inner ones.
 
         Where replicas have different tau, one may apply a fragment's mean before another does: until then, each shows
         its own outer parameters, and a loss over the windows of all is the mean of both.
         """
-        with contextlib.ExitStack() as stack:
-            for f in self.fragments:
-                shown = f.agreed if which == "agreed" else of_replicas(self.world, f.parameters, which)
-                stack.enter_context(holding(f.parameters, shown))
-            yield
+        if which == "agreed":
+            return showing(self.fragments, lambda f: f.agreed)
+        return showing(self.fragments, lambda f: of_replicas(self.world, f.parameters, which))
 
     def weights(self) -> dict[str, Tensor]:
         """The parameters last agreed, in fp32; where replicas have their own, the mean of these."""
-        whole = {n: torch.empty(p.shape, dtype=torch.float32, device=p.device) for n, p in self.named.items()}
-        for fragment in self.fragments:
-            agreed = fragment.agreed
-            if not self.one_model:
-                agreed = self.world.mean(agreed.to(self.world.device, copy=True), purpose="analysis")
-            for piece, (_, value) in zip(fragment.pieces, fragment.values(agreed), strict=True):
-                piece.of(whole[piece.parameter]).copy_(value)
-        return whole
+        values = [f.agreed for f in self.fragments]
+        if not self.one_model:
+            world = self.world
+            values = [world.mean(agreed.to(world.device, copy=True), purpose="analysis") for agreed in values]
+        return whole_parameters(self.fragments, values, self.named)
 
     def map(self, change: Change) -> None:
         """Change in place what is kept of parameters: outer state and the means that have arrived."""
