@@ -392,6 +392,7 @@ def test_headlines_are_of_the_largest_rung_that_has_them(small: Ladder) -> None:
     assert at_their_best(small, rows, seeds=1)[0] == "a"
     plant("b", "diloco/m2")
     assert at_their_best(small, rows, seeds=1)[0] == "b"
+    assert at_their_best(small, rows, seeds=1, at="a")[0] == "a"
     assert at_their_best(small, rows)[0] == "a"
 
 

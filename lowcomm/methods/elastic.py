@@ -272,7 +272,7 @@ class ElasticUpdates(Engine):
 
     def weights(self) -> dict[str, Tensor]:
         """The parameters last agreed, in fp32; where replicas have their own, this one's."""
-        return whole_parameters(self.fragments, [f.agreed for f in self.fragments], self.named)
+        return whole_parameters(self.fragments, lambda fragment: fragment.agreed, self.named)
 
     def _is_turn(self) -> bool:
         """Tell whether a turn is due; those that close the run belong to `finish`."""

@@ -201,12 +201,12 @@ def fragment_states(plan: Plan, named: Mapping[str, Tensor]) -> list[FragmentSta
 
 
 def whole_parameters(
-    fragments: Sequence[FragmentState], values: Sequence[Tensor], named: Mapping[str, Tensor]
+    fragments: Sequence[FragmentState], values: Callable[[FragmentState], Tensor], named: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return whole parameters in fp32 by name, put together from the flat values of each fragment."""
+    """Return whole parameters in fp32 by name, put together from what `values` gives of one fragment after another."""
     whole = {n: torch.empty(p.shape, dtype=torch.float32, device=p.device) for n, p in named.items()}
-    for fragment, flat in zip(fragments, values, strict=True):
-        for piece, (_, value) in zip(fragment.pieces, fragment.values(flat), strict=True):
+    for fragment in fragments:
+        for piece, (_, value) in zip(fragment.pieces, fragment.values(values(fragment)), strict=True):
             piece.of(whole[piece.parameter]).copy_(value)
     return whole
 
@@ -387,11 +387,13 @@ class LocalUpdates(Engine):
 
     def weights(self) -> dict[str, Tensor]:
         """The parameters last agreed, in fp32; where replicas have their own, the mean of these."""
-        values = [f.agreed for f in self.fragments]
-        if not self.one_model:
-            world = self.world
-            values = [world.mean(agreed.to(world.device, copy=True), purpose="analysis") for agreed in values]
-        return whole_parameters(self.fragments, values, self.named)
+
+        def agreed(fragment: FragmentState) -> Tensor:
+            if self.one_model:
+                return fragment.agreed
+            return self.world.mean(fragment.agreed.to(self.world.device, copy=True), purpose="analysis")
+
+        return whole_parameters(self.fragments, agreed, self.named)
 
     def map(self, change: Change) -> None:
         """Change in place what is kept of parameters: outer state and the means that have arrived."""

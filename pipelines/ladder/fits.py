@@ -81,12 +81,15 @@ def read_losses(folder: Path) -> dict[int, float]:
     return {outcome["seed"]: outcome["val_loss"] for outcome in found}
 
 
-def at_their_best(ladder: Ladder, rows: Mapping[Any, str], *, seeds: int = 2) -> tuple[str, Comparison]:
+def at_their_best(
+    ladder: Ladder, rows: Mapping[Any, str], *, seeds: int = 2, at: str | None = None
+) -> tuple[str, Comparison]:
     """Return the largest rung at which all of some rows have so many seeds, and their runs there, side by side.
 
-    rows: key of the comparison -> row. Each is at what tuning found for it. Raises ConfigError where no rung has them.
+    rows: key of the comparison -> row. Each is at what tuning found for it. at: look at this rung alone. Raises
+    ConfigError where no rung has them.
     """
-    for rung in reversed(ladder.plan.rungs.values()):
+    for rung in reversed([ladder.plan.rungs[at]] if at else list(ladder.plan.rungs.values())):
         if not set(rows.values()) <= set(rung.rows) or not ladder.tuned_file(rung.tuned_at).exists():
             continue
         found: dict[str, list[dict[str, Any]]] = {}
