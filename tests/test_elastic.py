@@ -117,6 +117,20 @@ def test_members_weigh_as_the_tokens_they_trained_on(toy: Callable[..., Toy]) ->
     torch.testing.assert_close(toys[0].agreed, -0.7 * (deltas[0] + 3 * deltas[1]) / 4)
 
 
+def test_a_member_waits_at_the_end_for_one_that_missed_it(toy: Callable[..., Toy]) -> None:
+    first, late = (toy(f"{s}.0", s, slots=2, quorum=1, end=1, rules=QUICK) for s in range(2))
+
+    def to_the_end() -> int:
+        first.run()
+        first.elastic.wait_for_the_late()
+        return first.elastic.roll.version["1.0"]
+
+    version, _ = in_threads(to_the_end, lambda: late.run(rest=lambda n: 1.2))
+    assert late.told == []
+    assert version == first.version
+    assert torch.equal(late.agreed, first.agreed)
+
+
 def test_the_log_is_one_whoever_writes(store: Notes) -> None:
     logs = [SharedLog(elastic_store(f"127.0.0.1:{store.port}")) for _ in range(3)]
 

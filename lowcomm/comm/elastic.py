@@ -387,9 +387,11 @@ class Elastic:
         return committed, self._means[1]
 
     def wait_for_the_late(self) -> None:
-        """After the last round: stay as a donor until all who are present have it, or for as long as a time-out."""
-        until = time.monotonic() + self.rules.timeout_s
-        while time.monotonic() < until and not (self.read() and self.roll.donors() == self.roll.present()):
+        """After the last round: stay as a donor until every slot's holder has it, or for as long as a time-out."""
+        until, roll = time.monotonic() + self.rules.timeout_s, self.roll
+        while time.monotonic() < until:
+            if self.read() and all(roll.version.get(roll.holder.get(s)) == roll.latest for s in range(roll.slots)):
+                return
             time.sleep(_LOOK_S)
 
     def stop(self) -> None:
