@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 export PYTHONWARNINGS := ignore::DeprecationWarning,ignore::SyntaxWarning
 
-.PHONY: help repro ladder gpu gpu-pack test lab bench links lint lock
+.PHONY: help repro ladder gpu gpu-pack test lab bench links storm lint lock
 .DEFAULT_GOAL := help
 
 help:                ## name the targets
@@ -34,6 +34,13 @@ lab: .venv/.done    ## explore in JupyterLab, which opens at the root of the che
 
 links: .venv/.done  ## methods over links that the kernel shapes, beside replays and the ledger (Linux, root)
 	python -m pipelines.links measure
+	dvc repro real_links && python -m pipelines.index
+
+storm: .venv/.done  ## half an hour of killed, stopped and cut replicas beside as long a calm, and kills on the way to a loss
+	python -m pipelines.storm measure
+	python -m pipelines.kills measure
+	python -m pipelines.faults
+	dvc repro real_faults && python -m pipelines.index
 
 bench: .venv/.done  ## ratios against bare PyTorch, side by side
 	python -m pipelines.bench

@@ -190,6 +190,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--slot", type=int, help="with --store: which replica, from 0")
     parser.add_argument("--quorum", type=int, help="with --store: replicas that a round needs (default: half)")
     parser.add_argument("--grace", type=float, metavar="SECONDS", help="with --store: wait so long for those not ready")
+    parser.add_argument("--silence", type=float, metavar="SECONDS", help="with --store: wait so long for a sign of one")
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="with --store: wait so long for an answer")
     parser.add_argument("--jobs", type=Path, metavar="FILE", help="several runs: a JSON list of what else stands here")
     return parser
@@ -225,7 +226,7 @@ def _train_slot(args: argparse.Namespace) -> None:
 
     try:
         ((config, folder, data),) = _points(args)
-        said = {"grace_s": args.grace, "timeout_s": args.timeout}
+        said = {"grace_s": args.grace, "silence_s": args.silence, "timeout_s": args.timeout}
         rules = Rules(**{name: value for name, value in said.items() if value is not None})
         torch.set_num_threads(1)  # as under torchrun
         summary = train_elastic(

@@ -31,6 +31,8 @@ TITLES = {
     "partial_updates": "Partial Parameter Updates (arXiv:2509.22418)",
     "protocol_models": "Protocol Models (arXiv:2506.01260)",
     "together": "All four papers together",
+    "real_links": "Real links: measured beside replayed and simulated",
+    "real_faults": "Real faults: kills, stops, cut links",
 }
 
 
@@ -152,6 +154,7 @@ FAMILIES = {
     "partial": "Partial Parameter Updates",
     "protocol": "Protocol Models",
     "together": "all four together",
+    "real": "real links and faults, of what was measured",
 }
 
 

@@ -116,7 +116,7 @@ class _Live:
         self._bar.close()
 
 
-class _Tail:
+class Tail:
     """New whole lines of a growing JSON-lines file."""
 
     def __init__(self, path: Path):
@@ -237,7 +237,7 @@ def _train(parts: list[_Part]) -> None:
                 break
             count = f" ({number} of {len(watched)})" if len(watched) > 1 else ""
             live = _Live(job.config.title + count, job.config.train.steps)
-            tail = _Tail(job.folder.losses(job.settings))
+            tail = Tail(job.folder.losses(job.settings))
             while child.poll() is None and not job.folder.summary.exists() and not _failed(children):
                 time.sleep(0.1)
                 live.show(tail.rows())

@@ -11,7 +11,8 @@ over a link as fast as it goes; each several times, in turns, because a machine'
     free        by replays of the traces over the free link
     plain       as "own", without what TCP and gloo add (`lowcomm.cost.tcp`)
 
-and the bytes of a rank's interface and of its ledger between two steps of the run. Each point is a small file in git.
+for how many seconds ranks compute over the free link, and the bytes of a rank's interface and of its ledger between two
+steps of the run. Each point is a small file in git.
 """
 
 from __future__ import annotations
@@ -187,6 +188,7 @@ def point(method: str, link: str, data: Path, *, times: int = TIMES) -> dict[str
         "plain_s": [round(float(replay(s.spans, **at).seconds), 4) for s in slow],
         "free_s": [round(float(replay(f.spans, **at, tcp=True).seconds), 4) for f, _ in turns],
         "unshaped_s": [round(float(recorded(f.spans).seconds), 4) for f, _ in turns],
+        "computing_s": [round(_computing(f), 4) for f, _ in turns],
         "utilisation": middle([float(recorded(s.spans).utilisation) for s in slow]),
         "replayed_utilisation": middle([float(replay(s.spans, **at, tcp=True).utilisation) for s in slow]),
         "counted_steps": steps,
@@ -197,6 +199,12 @@ def point(method: str, link: str, data: Path, *, times: int = TIMES) -> dict[str
         "device": f"{os.cpu_count()} cores, {platform.machine()}",
         "kernel": platform.release(),
     }
+
+
+def _computing(one: Run) -> float:
+    """Return for how many seconds a rank of a run has computed, as a mean over its ranks."""
+    whole = recorded(one.spans)
+    return float(whole.seconds) * float(whole.utilisation)
 
 
 def _messages(spans: list[Span], first: int, last: int) -> int:

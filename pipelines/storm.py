@@ -1,5 +1,6 @@
 """A storm: replicas on few cores that are killed, stopped and cut off, while the run goes on with whoever is there.
 
+    python -m pipelines.storm measure   both of these, as far as results/storm/ has them not
     python -m pipelines.storm calm      the run undisturbed, into results/storm/calm.json
     python -m pipelines.storm storm     the same run with faults, into results/storm/storm.json
     python -m pipelines.storm list      what is there
@@ -12,14 +13,17 @@ Each replica is a process (`lowcomm train --store --slot`) in a network namespac
     cut     its link is down for a while
 
 A watcher folds the log of who takes part, and says of each round when it was committed, by whom, on how many tokens.
+What processes hold (memory, descriptors, threads) is looked at now and then: the calm is the soak too.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
+import platform
 import random
 import signal
 import statistics
@@ -28,38 +32,57 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+import psutil
 
 from lowcomm.comm.testbed import Testbed
+from lowcomm.experiment.config import CorpusConfig, DataConfig
+from lowcomm.experiment.data import prepare
 from lowcomm.experiment.run_folder import read_metrics
-from pipelines.links import VOCAB, corpus
 from pipelines.project import ROOT
 
 RESULTS = ROOT / "results" / "storm"
-SLOTS, QUORUM, PORT = 8, 4, 29400
-GRACE_S, TIMEOUT_S = 2.0, 6.0
-#: 0.12 million parameters; steps that take half an hour on two cores.
+SLOTS, PORT = 8, 29400
+GRACE_S, SILENCE_S, TIMEOUT_S = 1.5, 1.5, 6.0
+#: So many steps take half an hour on two cores, and so many faults are drawn in an hour, of which some are spared.
+STEPS, PER_HOUR = 23_000, 150.0
+#: Seconds between two looks at what processes hold; the share of a storm's rounds after which no fault comes any more.
+LOOK_S, CALM_AT_END = 10.0, 0.96
+CORPUS = CorpusConfig("python", packages=("sympy", "pandas", "networkx", "matplotlib", "numpy", "torch"))
+TEXT = DataConfig("python", 512, max_characters=40_000_000, tokenizer_characters=300_000)
+#: A model of 0.12 million parameters, and 8 sequences of 64 tokens for a replica's step.
 SETTINGS: dict[str, Any] = {
-    "replicas": SLOTS,
     "model.dim": 32,
     "model.layers": 4,
     "model.heads": 4,
     "model.ffn_dim": 128,
-    "model.vocab_size": VOCAB,
+    "model.vocab_size": TEXT.vocab_size,
     "model.seq_len": 64,
-    "data.vocab_size": VOCAB,
-    "data.max_characters": 400_000,
-    "data.validation_percent": 5.0,
-    "data.tokenizer_characters": 4_000_000,
+    "model.mlp": "gelu",
+    "model.qk_norm": "true",
+    "model.z_loss": 1e-4,
+    "data.corpus": TEXT.corpus,
+    "data.vocab_size": TEXT.vocab_size,
+    "data.max_characters": TEXT.max_characters,
+    "data.validation_percent": TEXT.validation_percent,
+    "data.tokenizer_characters": TEXT.tokenizer_characters,
     "train.seq_len": 64,
-    "train.global_batch": 8 * SLOTS,
+    "train.lr": 0.01,
+    "train.warmup_steps": 100,
     "train.eval_every": 200,
-    "train.eval_sequences": 64,
+    "train.eval_sequences": 256,
     "train.log_every": 10,
-    "method.sync_every_steps": 20,
-    "checkpoint.every_steps": 40,
+}
+#: DiLoCo in rounds of three seconds, of which more than one passes while what has been sent is on its way.
+DILOCO: dict[str, Any] = {
+    "method.sync_every_steps": 40,
+    "method.overlap_steps": "[15]",
+    "method.mixing": 0.5,
+    "checkpoint.every_steps": 80,
 }
 
 
@@ -73,39 +96,68 @@ class Fault:
     seconds: float
 
 
-def faults(seed: int, per_hour: float, seconds: float) -> list[Fault]:
+def faults(seed: int, per_hour: float, seconds: float, slots: int = SLOTS) -> list[Fault]:
     """Draw the faults of so many seconds; a slot that still has one is spared until it is well again."""
     draw, found, at = random.Random(seed), [], 0.0
-    well = [0.0] * SLOTS
+    well = [0.0] * slots
     while (at := at + draw.expovariate(per_hour / 3600)) < seconds:
         kind, lasts = draw.choice([("kill", (1, 5)), ("stop", (1, 20)), ("cut", (1, 20))])
-        slot, length = draw.randrange(SLOTS), draw.uniform(*lasts)
+        slot, length = draw.randrange(slots), draw.uniform(*lasts)
         if well[slot] <= at:
             found.append(Fault(round(at, 2), kind, slot, round(length, 2)))
             well[slot] = at + length + 10
     return found
 
 
-class Replicas:
-    """The processes of a run over a testbed, and what is done to them."""
+def corpus(folder: Path) -> Path:
+    """Prepare the text in a folder, which is returned."""
+    prepare(CORPUS, TEXT, folder)
+    return folder
 
-    def __init__(self, bed: Testbed, steps: int, data: Path, out: Path):
-        self.bed = bed
-        words = [f"--set={key}={value}" for key, value in (SETTINGS | {"train.steps": steps}).items()]
-        self._words = [sys.executable, "-m", "lowcomm.train", "diloco_m2", "--scale", "smoke", "--data", str(data)]
-        self._words += ["--out", str(out), "--store", f"{bed.address(SLOTS)}:{PORT}", "--quorum", str(QUORUM)]
-        self._words += ["--grace", str(GRACE_S), "--timeout", str(TIMEOUT_S), *words]
+
+class Starts(Protocol):
+    """What starts a command on a node, as a testbed does."""
+
+    def start(self, node: int, words: Sequence[str], **popen: Any) -> subprocess.Popen: ...
+
+
+class Replicas:
+    """The processes of an elastic run, one per slot, and what is done to them.
+
+    Args:
+        nodes: starts each slot's process on the node of its number.
+        run: of params.yaml, in words of the command line, at scale smoke, with `settings`.
+        store: "host:port" of the store.
+        data, out: folders of the corpus and of the run; what processes say goes into `logs` beside it.
+    """
+
+    def __init__(
+        self,
+        nodes: Starts,
+        run: Sequence[str],
+        settings: Mapping[str, Any],
+        *,
+        slots: int,
+        store: str,
+        data: Path,
+        out: Path,
+    ):
+        self.nodes = nodes
+        self._words = [sys.executable, "-m", "lowcomm.train", *run, "--scale", "smoke", "--data", str(data)]
+        self._words += ["--out", str(out), "--store", store]
+        self._words += ["--grace", str(GRACE_S), "--silence", str(SILENCE_S), "--timeout", str(TIMEOUT_S)]
+        self._words += [f"--set={key}={value}" for key, value in ({"replicas": slots} | dict(settings)).items()]
         self.logs = out.with_name("logs")
         self.logs.mkdir()
-        self.running = [self.start(slot) for slot in range(SLOTS)]
-        self.is_ill = [False] * SLOTS
+        self.running = [self.start(slot) for slot in range(slots)]
+        self.is_ill = [False] * slots
 
     def start(self, slot: int) -> subprocess.Popen:
         """Start a slot, for the first time or again."""
         with (self.logs / f"{slot}.log").open("a") as log:
             told = os.environ | {"OMP_NUM_THREADS": "1"}
             words = [*self._words, "--slot", str(slot)]
-            return self.bed.start(slot, words, environment=told, stdout=log, stderr=subprocess.STDOUT)
+            return self.nodes.start(slot, words, environment=told, stdout=log, stderr=subprocess.STDOUT)
 
     def suffer(self, fault: Fault) -> bool:
         """Let a fault happen, to its end; False where the slot's process has ended by itself before."""
@@ -119,14 +171,14 @@ class Replicas:
         elif fault.kind == "stop":
             child.send_signal(signal.SIGSTOP)
         else:
-            self.bed.cut(fault.slot)
+            self.nodes.cut(fault.slot)
         time.sleep(fault.seconds)
         if fault.kind == "kill":
             self.running[fault.slot] = self.start(fault.slot)
         elif fault.kind == "stop":
             child.send_signal(signal.SIGCONT)
         else:
-            self.bed.mend(fault.slot)
+            self.nodes.mend(fault.slot)
         self.is_ill[fault.slot] = False
         return True
 
@@ -138,19 +190,70 @@ class Replicas:
                 raise RuntimeError(f"slot {slot} has ended with {child.poll()}: {said[-1000:]}")
 
     @property
-    def well(self) -> int:
-        """How many slots have nothing done to them now."""
-        return self.is_ill.count(False)
+    def are_training(self) -> bool:
+        """Tell whether a process has not come to its end yet, or is about to be started again."""
+        return any(child.poll() is None for child in self.running) or any(self.is_ill)
+
+    def held(self) -> list[dict[str, int]]:
+        """Return what the process of each slot holds that is well: bytes of memory, descriptors, threads."""
+        found = []
+        for slot, child in enumerate(self.running):
+            if not self.is_ill[slot]:
+                with contextlib.suppress(psutil.Error):
+                    process = psutil.Process(child.pid)
+                    row = {"slot": slot, "pid": child.pid, "rss_bytes": process.memory_info().rss}
+                    found.append(row | {"descriptors": process.num_fds(), "threads": process.num_threads()})
+        return found
 
 
-def watch(address: str, out: Path) -> None:
+class Enduring(Protocol):
+    """A run to which faults happen, as they do to `Replicas`."""
+
+    def suffer(self, fault: Fault) -> bool: ...
+    def check(self) -> None: ...
+    @property
+    def are_training(self) -> bool: ...
+
+
+def endure(
+    run: Enduring,
+    schedule: Sequence[Fault],
+    begin: float,
+    look: Callable[[], object],
+    is_spared: Callable[[], bool] = lambda: False,
+) -> list[dict[str, Any]]:
+    """Let faults happen to a run that trains, to its end, and return those that did, in their order.
+
+    Args:
+        begin: the time, by the monotonic clock, from which the seconds of faults count.
+        look: called ten times per second while the run trains, and once more at its end.
+        is_spared: tells at a fault's time whether it is left out.
+    """
+    happened = []
+
+    def one(fault: Fault) -> None:
+        time.sleep(max(0.0, begin + fault.at - time.monotonic()))
+        if not is_spared() and run.suffer(fault):
+            happened.append(dataclasses.asdict(fault))
+
+    for fault in schedule:
+        threading.Thread(target=one, args=(fault,), daemon=True).start()
+    while run.are_training:
+        run.check()
+        look()
+        time.sleep(0.1)
+    look()
+    return sorted(happened, key=lambda fault: fault["at"])
+
+
+def watch(address: str, slots: int, out: Path) -> None:
     """Fold the log as it grows, and write a line for each round: when it was committed, its slots and its tokens."""
     from lowcomm.comm.elastic import SharedLog
     from lowcomm.comm.membership import Roll
     from lowcomm.comm.processes import elastic_store
     from lowcomm.comm.transport import CommError
 
-    log, roll, told = SharedLog(elastic_store(address)), Roll(SLOTS, QUORUM), 0
+    log, roll, told = SharedLog(elastic_store(address)), Roll(slots, max(1, slots // 2)), 0
     with out.open("w") as file:
         while True:
             try:
@@ -168,127 +271,158 @@ def watch(address: str, out: Path) -> None:
                 file.flush()
 
 
-def run(steps: int, schedule: list[Fault], work: Path) -> dict[str, Any]:
-    """Train the run to its end while faults happen, and return what was seen."""
-    data, out, rounds_file = corpus(work / "data"), work / "run", work / "rounds.jsonl"
-    happened: list[dict[str, Any]] = []
-    with Testbed(SLOTS + 1) as bed:
-        store = bed.start(SLOTS, [sys.executable, "-m", "lowcomm", "store", str(PORT)], stdout=subprocess.PIPE)
+def run(
+    steps: int,
+    schedule: list[Fault],
+    work: Path,
+    *,
+    slots: int = SLOTS,
+    data: Path | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Train the run to its end while faults happen, and return what was seen.
+
+    Faults that would come after `CALM_AT_END` of its rounds are left out: whoever is away at the end has missed it.
+    data: a prepared corpus, with `settings` that go with it; by default the storm's own.
+    """
+    data, out, rounds_file = data or corpus(work / "data"), work / "run", work / "rounds.jsonl"
+    settings = (SETTINGS | DILOCO if settings is None else dict(settings)) | {"train.steps": steps}
+    settings.setdefault("train.global_batch", 8 * slots)
+    held: list[dict[str, float]] = []
+    with Testbed(slots + 1) as bed:
+        store = bed.start(slots, [sys.executable, "-m", "lowcomm", "store", str(PORT)], stdout=subprocess.PIPE)
         store.stdout.readline()
-        words = [sys.executable, "-m", "pipelines.storm", "watch", f"127.0.0.1:{PORT}", str(rounds_file)]
-        bed.start(SLOTS, words)
-        replicas = Replicas(bed, steps, data, out)
+        words = [sys.executable, "-m", "pipelines.storm", "watch", f"127.0.0.1:{PORT}", str(slots), str(rounds_file)]
+        bed.start(slots, words)
+        address = f"{bed.address(slots)}:{PORT}"
+        replicas = Replicas(bed, ["diloco_m2"], settings, slots=slots, store=address, data=data, out=out)
         while not rounds_file.exists() or not rounds_file.read_text():  # all have begun
             replicas.check()
             time.sleep(0.1)
         begin = time.monotonic()
 
-        def one(fault: Fault) -> None:
-            time.sleep(max(0.0, begin + fault.at - time.monotonic()))
-            if replicas.suffer(fault):
-                happened.append(dataclasses.asdict(fault))
+        def look() -> None:
+            at = round(time.monotonic() - begin, 1)
+            if at > (held[-1]["at"] if held else 0.0) + LOOK_S:
+                held.extend({"at": at} | row for row in replicas.held())
 
-        threads = [threading.Thread(target=one, args=(fault,), daemon=True) for fault in schedule]
-        for thread in threads:
-            thread.start()
-        while any(child.poll() is None for child in replicas.running) or replicas.well < SLOTS:
-            replicas.check()
-            time.sleep(0.1)
+        def is_spared() -> bool:
+            rounds = len(rounds_file.read_text().splitlines())
+            return rounds * settings["method.sync_every_steps"] >= CALM_AT_END * steps
+
+        happened = endure(replicas, schedule, begin, look, is_spared)
     rows = [json.loads(line) for line in rounds_file.read_text().splitlines()]
     rounds = [row | {"at": round(row["at"] - begin, 2)} for row in rows]
-    files = [out / f"slot-{slot:03d}" / "summary.json" for slot in range(SLOTS)]
-    summaries = [json.loads(file.read_text()) for file in files if file.exists()]
+    summaries = [json.loads((out / f"slot-{slot:03d}" / "summary.json").read_text()) for slot in range(slots)]
     curve = [
         [row["step"], row["rounds"], round(row["val_loss"], 4)]
-        for slot in range(SLOTS)
+        for slot in range(slots)
         for row in read_metrics(out / f"slot-{slot:03d}" / "metrics" / "rank-000.jsonl")
         if "val_loss" in row
     ]
     return {
         "steps": steps,
-        "faults": sorted(happened, key=lambda f: f["at"]),
+        "slots": slots,
+        "run": summaries[0]["run"],
+        "faults": happened,
         "rounds": rounds,
         "val_loss": [s["val_loss"] for s in summaries],
-        "tokens": summaries[0]["tokens"] if summaries else 0,
-        "tokens_lost": summaries[0]["tokens_lost"] if summaries else 0,
+        "tokens": summaries[0]["tokens"],
+        "tokens_lost": summaries[0]["tokens_lost"],
         "curve": sorted(curve),
+        "held": held,
+        "device": f"{os.cpu_count()} cores, {platform.machine()}",
+        "kernel": platform.release(),
     }
 
 
-def returns(found: dict[str, Any]) -> list[float]:
-    """Return the seconds from the end of each fault until its slot was in a round again."""
+def found(name: str, results: Path = RESULTS) -> dict[str, Any]:
+    """Return what was seen in the "calm" or in the "storm"."""
+    return json.loads((results / f"{name}.json").read_text())
+
+
+def returns(seen: dict[str, Any], kind: str = "") -> list[float]:
+    """Return the seconds from the end of each fault (of a kind) until its slot was in a round again."""
     out = []
-    for fault in found["faults"]:
+    for fault in seen["faults"]:
         over = fault["at"] + fault["seconds"]
-        there = [r["at"] for r in found["rounds"] if r["at"] > over and fault["slot"] in r["slots"]]
-        if there:
+        there = [r["at"] for r in seen["rounds"] if r["at"] > over and fault["slot"] in r["slots"]]
+        if there and kind in ("", fault["kind"]):
             out.append(there[0] - over)
     return out
 
 
-def participation(found: dict[str, Any]) -> float:
+def present(seen: dict[str, Any]) -> float:
+    """Return which share of all replicas took part in a round, as a mean over rounds."""
+    return statistics.mean(len(r["slots"]) for r in seen["rounds"]) / seen["slots"]
+
+
+def participation(seen: dict[str, Any]) -> float:
     """Return which share of the replicas that were well took part in a round, as a mean over rounds."""
     shares = []
-    for r in found["rounds"]:
-        ill = {f["slot"] for f in found["faults"] if f["at"] <= r["at"] <= f["at"] + f["seconds"]}
-        shares.append(len(set(r["slots"]) - ill) / (SLOTS - len(ill)))
+    for r in seen["rounds"]:
+        ill = {f["slot"] for f in seen["faults"] if f["at"] <= r["at"] <= f["at"] + f["seconds"]}
+        shares.append(len(set(r["slots"]) - ill) / (seen["slots"] - len(ill)))
     return statistics.mean(shares)
 
 
-def throughput(found: dict[str, Any]) -> float:
+def throughput(seen: dict[str, Any]) -> float:
     """Return the committed tokens per second, from the first round to the last."""
-    first, *rest = found["rounds"]
+    first, *rest = seen["rounds"]
     return sum(r["tokens"] for r in rest) / (rest[-1]["at"] - first["at"])
 
 
-def told(calm: dict[str, Any], storm: dict[str, Any]) -> str:
-    """Set a storm beside the calm, in a few lines."""
-    hours = storm["rounds"][-1]["at"] / 3600
-    kinds = {kind: sum(f["kind"] == kind for f in storm["faults"]) for kind in ("kill", "stop", "cut")}
-    back, lost, tokens = returns(storm), storm["tokens_lost"], storm["tokens"]
-    loss, loss_in_calm = storm["val_loss"][0], calm["val_loss"][0]
-    count = len(storm["faults"])
-    return "\n".join(
-        [
-            f"{count} faults in {60 * hours:.1f} minutes, {count / hours:.0f} per hour: {kinds}",
-            f"throughput: {throughput(storm) / throughput(calm):.3f} of the calm's",
-            f"participation of those that were well: {participation(storm):.3f}",
-            f"trained for rounds that went on without them: {lost / (tokens + lost):.2%} of tokens",
-            f"back in a round after {statistics.median(back):.1f} s (median), {max(back):.1f} s at most",
-            f"validation loss {loss:.4f}, in the calm {loss_in_calm:.4f}: {loss / loss_in_calm - 1:+.2%}, on"
-            f" {tokens / calm['tokens']:.3f} of its tokens",
-        ]
-    )
+def figures(calm: dict[str, Any], storm: dict[str, Any]) -> dict[str, float]:
+    """Set a storm beside the calm: shares are of 1, times in seconds."""
+    hours, kills = storm["rounds"][-1]["at"] / 3600, returns(storm, "kill")
+    loss, loss_in_calm = (statistics.mean(seen["val_loss"]) for seen in (storm, calm))
+    return {
+        "minutes": 60 * hours,
+        "faults_per_hour": len(storm["faults"]) / hours,
+        "throughput": throughput(storm) / throughput(calm),
+        "at_first_attempt": statistics.mean(r["attempt"] == 1 for r in storm["rounds"]),
+        "participation": participation(storm),
+        "present": present(storm),
+        "back_s": statistics.median(kills) if kills else float("nan"),
+        "tokens_lost": storm["tokens_lost"] / (storm["tokens"] + storm["tokens_lost"]),
+        "loss": loss / loss_in_calm,
+        "tokens": storm["tokens"] / calm["tokens"],
+    }
 
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; see the module's docstring."""
     parser = argparse.ArgumentParser(prog="python -m pipelines.storm", description=__doc__.split("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("calm", "storm"):
+    for name in ("calm", "storm", "measure"):
         one = commands.add_parser(name)
-        one.add_argument("--steps", type=int, default=12_000)
+        one.add_argument("--steps", type=int, default=STEPS)
         one.add_argument("--out", type=Path, default=RESULTS)
-        if name == "storm":
-            one.add_argument("--per-hour", type=float, default=200.0)
+        if name != "calm":
+            one.add_argument("--per-hour", type=float, default=PER_HOUR)
             one.add_argument("--seed", type=int, default=0)
     listed = commands.add_parser("list")
     listed.add_argument("--out", type=Path, default=RESULTS)
-    seen = commands.add_parser("watch")
-    seen.add_argument("address")
-    seen.add_argument("out", type=Path)
+    watched = commands.add_parser("watch")
+    watched.add_argument("address")
+    watched.add_argument("slots", type=int)
+    watched.add_argument("out", type=Path)
     args = parser.parse_args(argv)
     if args.command == "watch":
-        watch(args.address, args.out)
+        watch(args.address, args.slots, args.out)
         return 0
     if args.command == "list":
-        print(told(*(json.loads((args.out / f"{name}.json").read_text()) for name in ("calm", "storm"))))
+        for name, figure in figures(found("calm", args.out), found("storm", args.out)).items():
+            print(f"{name:18}{figure:10.4f}")
         return 0
-    schedule = faults(args.seed, args.per_hour, 3600.0) if args.command == "storm" else []
-    with tempfile.TemporaryDirectory() as work:
-        found = run(args.steps, schedule, Path(work))
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / f"{args.command}.json").write_text(json.dumps(found) + "\n")
+    for name in ("calm", "storm") if args.command == "measure" else (args.command,):
+        file = args.out / f"{name}.json"
+        if args.command == "measure" and file.exists():
+            continue
+        with tempfile.TemporaryDirectory() as work:
+            seen = run(args.steps, faults(args.seed, args.per_hour, 3600.0) if name == "storm" else [], Path(work))
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(seen) + "\n")
     return 0
 
 

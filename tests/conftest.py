@@ -25,7 +25,10 @@ torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the longest, so that no worker is left alone with it."""
+    """Begin with the longest, so that no worker is left alone with it; reports carry the table of faults' words."""
+    for item in items:
+        if (fault := item.get_closest_marker("fault")) is not None:
+            item.user_properties.append(("fault", fault.args))
     items.sort(key=lambda item: item.get_closest_marker("longest") is None)
 
 

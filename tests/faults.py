@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from lowcomm.comm.membership import Exchange, Fetch, Look, Member, Request, Roll, Rules, Say
 
-RULES = Rules(timeout_s=3.0, grace_s=1.0)
+RULES = Rules(timeout_s=3.0, grace_s=1.0, silence_s=3.0)
 #: Seconds of a step; between two looks at the log.
 STEP_S, LOOK_S = 0.2, 0.05
 TOKENS = 5

@@ -39,6 +39,7 @@ def crash_at(step: int) -> Callable[[Trainer, dict], None]:
     return crash
 
 
+@pytest.mark.fault("a finished run is started again", "refused unless `--again` is said")
 def test_a_finished_run_is_trained_again_only_when_told(corpus: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     train_in_threads(DILOCO, corpus, out)
@@ -57,6 +58,7 @@ def test_a_finished_run_is_trained_again_only_when_told(corpus: Path, tmp_path: 
     assert files_of(out)["model.safetensors"] == before["model.safetensors"]
 
 
+@pytest.mark.fault("another run's folder", "refused unless `--again` is said")
 def test_another_run_is_replaced_only_when_told(corpus: Path, tmp_path: Path) -> None:
     with pytest.raises(Crash):
         train_in_threads(DILOCO, corpus, tmp_path / "run", on_row=crash_at(5))
@@ -70,6 +72,7 @@ def test_another_run_is_replaced_only_when_told(corpus: Path, tmp_path: Path) ->
     assert files_of(tmp_path / "run") == files_of(tmp_path / "alone")
 
 
+@pytest.mark.fault("a folder that holds other things", "refused, and nothing in it is touched")
 @pytest.mark.parametrize("name", ["checkpoints", "metrics", "model.safetensors", "summary.json"])
 def test_what_others_have_is_left_alone(name: str, corpus: Path, tmp_path: Path) -> None:
     out = tmp_path / "theirs"
@@ -82,6 +85,7 @@ def test_what_others_have_is_left_alone(name: str, corpus: Path, tmp_path: Path)
     assert mine.read_text() == "years of work"
 
 
+@pytest.mark.fault("a second job on the same folder", "refused, with the process and the host that train there")
 def test_a_folder_has_one_job_at_a_time(corpus: Path, tmp_path: Path) -> None:
     folder = RunFolder.beside(tmp_path / "run")
     said = []
@@ -128,6 +132,7 @@ def told_to_each(configs: list[RunConfig], corpora: list[Path], outs: list[Path]
     return run_threads(work, replicas=2)
 
 
+@pytest.mark.fault("the run's folder is not shared between machines", "all ranks stop at the start")
 def test_ranks_that_do_not_share_the_folder_are_told(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,6 +151,10 @@ DIFFERENT: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.fault(
+    "ranks with other settings, source or checkpoints",
+    "all stop before the first step, and the key that differs is named",
+)
 @pytest.mark.parametrize("what", DIFFERENT)
 def test_ranks_that_were_started_differently_all_stop(what: str, corpus: Path, tmp_path: Path) -> None:
     override, message = DIFFERENT[what]
@@ -155,6 +164,7 @@ def test_ranks_that_were_started_differently_all_stop(what: str, corpus: Path, t
     assert not files_of(tmp_path / "run")
 
 
+@pytest.mark.fault("ranks with another seed or corpus", "all stop before the first step, and what differs is named")
 def test_ranks_of_another_seed_or_corpus_stop_too(corpus: Path, tmp_path: Path) -> None:
     outs = [tmp_path / "run"] * 2
     told = told_to_each([DILOCO, dataclasses.replace(DILOCO, seed=1)], [corpus] * 2, outs)
@@ -173,6 +183,7 @@ def test_processes_hear_of_it_on_every_rank(tmp_path: Path) -> None:
     assert told == ["ranks were started differently: source is 'a' on rank 0 and 'b' on rank 2 (and 1 more differ)"] * 3
 
 
+@pytest.mark.fault("the loss becomes NaN", "the run ends with a word, and is not complete")
 def test_training_that_diverges_ends_with_a_word(corpus: Path, tmp_path: Path) -> None:
     config = small_run("data_parallel", train={"lr": 1e30, "clip_norm": 0.0})
     done = train_in_processes(2, *command_line(config, corpus, tmp_path / "run"))

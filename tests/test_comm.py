@@ -193,6 +193,10 @@ def test_utilisation_counts_no_wait_from_before_the_start() -> None:
     assert trace.utilisation(10.0, 20.0) == 1 - (2.0 + 1.0) / 10
 
 
+@pytest.mark.fault(
+    "ranks call verbs that do not fit: other shapes, purposes, axes",
+    "all end, and the ranks and what differs are named",
+)
 @pytest.mark.parametrize(
     ("case", "theirs"),
     [
@@ -213,6 +217,7 @@ def test_ranks_that_disagree_hear_of_it_by_name(case: str, theirs: dict[int, str
         assert f"rank {rank}: CommError: rank {rank} (replica {rank} of 2)" in str(processes.value)
 
 
+@pytest.mark.fault("a rank of a fixed group fails", "all ranks end, with its reason")
 def test_a_rank_that_raises_ends_all_with_its_reason(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="this rank has had enough"):
         as_threads("peer_raises", 2, tmp_path)
@@ -221,6 +226,7 @@ def test_a_rank_that_raises_ends_all_with_its_reason(tmp_path: Path) -> None:
     assert "rank 1: ValueError: this rank has had enough" in str(processes.value)
 
 
+@pytest.mark.fault("a rank never sends", "the others name it after `comm.timeout_s`")
 def test_a_silent_rank_times_out_by_name(tmp_path: Path) -> None:
     with pytest.raises(CommError, match=r"rank 0 .*mean #0 of float32\[4\] for 'outer': no word from rank 1 in 1 s"):
         as_threads("peer_is_silent", 2, tmp_path, timeout_s=1)
@@ -228,11 +234,13 @@ def test_a_silent_rank_times_out_by_name(tmp_path: Path) -> None:
         as_processes("peer_is_silent", 2, tmp_path, timeout_s=3)
 
 
+@pytest.mark.fault("a rank of a fixed group is killed", "the others name it")
 def test_a_killed_rank_is_missed_by_name(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"rank 0 .*for 'outer': (waiting for|sending to) rank 1"):
         as_processes("peer_is_killed", 2, tmp_path, timeout_s=60)
 
 
+@pytest.mark.fault("the machine with torchrun's store freezes", "all ranks end after `comm.timeout_s`")
 @pytest.mark.skipif(sys.platform != "linux", reason="stops processes")
 def test_a_store_that_freezes_keeps_nobody(tmp_path: Path) -> None:
     """Its machine is cut off, and a rank with it: the other one waits as long as its time-out says, and ends."""

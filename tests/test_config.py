@@ -113,6 +113,10 @@ def test_bad_settings_are_refused_by_name(path: str, value: Any, message: str) -
         run_config("diloco_m2", scale="smoke", params=_changed(path, value))
 
 
+@pytest.mark.fault(
+    "params.yaml is empty, has tabs, a key twice, or an alias that multiplies",
+    "one line with the file and the rule",
+)
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -238,6 +238,7 @@ def test_a_vocabulary_that_does_not_suit_is_refused(vocab_size: int, tmp_path: P
         prepare(CorpusConfig("docstrings"), config, tmp_path / "out")
 
 
+@pytest.mark.fault("a shard of tokens is damaged, or missing", "named at the start")
 def test_a_damaged_or_missing_shard_is_named(corpus: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(corpus, tmp_path / "copy")
     shard = folder / "train-00000.bin"
@@ -251,6 +252,7 @@ def test_a_damaged_or_missing_shard_is_named(corpus: Path, tmp_path: Path) -> No
         TokenData(folder, seq_len=32, global_batch=4, seed=0)
 
 
+@pytest.mark.fault("a corpus' card is no card", "the file and the rule are named")
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -267,6 +269,7 @@ def test_a_card_that_is_none_is_named(text: str, message: str, corpus: Path, tmp
         TokenData(folder, seq_len=32, global_batch=4, seed=0)
 
 
+@pytest.mark.fault("a token beyond the vocabulary", "named with its shard")
 def test_a_token_beyond_the_vocabulary_is_named(corpus: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(corpus, tmp_path / "copy")
     card = json.loads((folder / "card.json").read_text())

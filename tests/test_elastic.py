@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,10 @@ def test_members_weigh_as_the_tokens_they_trained_on(toy: Callable[..., Toy]) ->
     torch.testing.assert_close(toys[0].agreed, -0.7 * (deltas[0] + 3 * deltas[1]) / 4)
 
 
+@pytest.mark.fault(
+    "a replica is too late for the last round",
+    "the others wait for it, and it has the end from one of them",
+)
 def test_a_member_waits_at_the_end_for_one_that_missed_it(toy: Callable[..., Toy]) -> None:
     first, late = (toy(f"{s}.0", s, slots=2, quorum=1, end=1, rules=QUICK) for s in range(2))
 
@@ -151,36 +156,90 @@ def test_the_log_is_one_whoever_writes(store: Notes) -> None:
         assert [e.round for e in found[0] if e.who == str(i)] == list(range(20))
 
 
-def test_frames_that_are_damaged_are_no_answers() -> None:
+def two_messengers() -> tuple[Messenger, Messenger]:
+    """Two that reach each other: "a" and "b"."""
+    places: dict[str, tuple[str, int]] = {}
     a, b = (
         Messenger(
             who,
             host="127.0.0.1",
             timeout_s=1.0,
-            address_of=lambda who: places.get(who),
+            address_of=places.get,
             serve=lambda wanted: b"state of %d" % wanted,
         )
         for who in "ab"
     )
-    places = {"a": a.address, "b": b.address}
+    places |= {"a": a.address, "b": b.address}
+    return a, b
+
+
+@pytest.mark.fault(
+    "a message that comes slowly, a sender that is alive and sends nothing yet, one that has ended",
+    "the first two are waited for, the third is named at once",
+)
+def test_who_moves_or_is_alive_is_waited_for_and_who_has_ended_is_not() -> None:
+    a, b = two_messengers()
+    whole = bytes(5 * 1000)
+    header = {"source": "c", "kind": "values", "key": [0, 1, 0], "nbytes": len(whole), "crc": zlib.crc32(whole)}
+    packed = json.dumps(header).encode()
+
+    def slowly() -> None:
+        """Send in five parts; all of it takes longer than silence may, each part does not."""
+        for part in range(5):
+            time.sleep(0.2)
+            raw.sendall(whole[1000 * part : 1000 * (part + 1)])
+
+    def beating() -> None:
+        """Say for a while that there is somebody, and then what is waited for."""
+        for _ in range(6):
+            time.sleep(0.2)
+            a.beat(["b", "nobody"])
+        a.send("b", "values", (0, 2, 0), b"late")
+
+    def take(source: str, number: int, within_s: float = 0.6) -> bytes:
+        return b.take(source, "values", (0, number, 0), within_s=within_s, go_on=lambda: True)
+
+    with socket.create_connection(b.address) as raw:
+        raw.sendall(len(packed).to_bytes(4, "big") + packed)
+        assert in_threads(slowly, lambda: take("c", 1))[1] == whole
+        with pytest.raises(NoAnswer, match="c: no word from it"):
+            take("c", 2)
+    a.send("b", "values", (0, 1, 0), b"known from now on")
+    assert in_threads(beating, lambda: take("a", 2))[1] == b"late"
+
+    def end() -> None:
+        time.sleep(0.2)
+        a.close()
+
+    def wait() -> None:
+        with pytest.raises(NoAnswer, match="a: it has ended"):
+            take("a", 3, within_s=60)
+
+    in_threads(end, wait)
+    b.close()
+
+
+@pytest.mark.fault(
+    "damaged frames, garbage, a receiver that takes nothing",
+    "each is an answer that did not come, by name",
+)
+def test_frames_that_are_damaged_are_no_answers() -> None:
+    a, b = two_messengers()
     a.send("b", "values", (0, 1, 0), b"whole")
 
-    def soon() -> float:
-        return time.monotonic() + 1
-
-    assert b.take("a", "values", (0, 1, 0), until=soon(), go_on=lambda: True) == b"whole"
+    assert b.take("a", "values", (0, 1, 0), within_s=1, go_on=lambda: True) == b"whole"
     with socket.create_connection(b.address) as raw:
         packed = json.dumps({"source": "a", "kind": "values", "key": [0, 2, 0], "nbytes": 3, "crc": 1}).encode()
         raw.sendall(len(packed).to_bytes(4, "big") + packed + b"abc")
         with pytest.raises(NoAnswer, match="a: its message is damaged"):
-            b.take("a", "values", (0, 2, 0), until=soon(), go_on=lambda: True)
+            b.take("a", "values", (0, 2, 0), within_s=1, go_on=lambda: True)
         raw.sendall(b"\xff" * 100)  # no header: the connection ends, and nothing else
     with pytest.raises(NoAnswer, match="a: no word from it"):
-        b.take("a", "values", (0, 3, 0), until=time.monotonic(), go_on=lambda: True)
+        b.take("a", "values", (0, 3, 0), within_s=0, go_on=lambda: True)
     with pytest.raises(NoAnswer, match="c: has no address"):
         a.send("c", "values", (0, 1, 0), b"")
     a.send("b", "want", (7, 1), (3).to_bytes(8, "big"))
-    assert a.take("b", "state", (7, 1), until=soon(), go_on=lambda: True) == b"state of 3"
+    assert a.take("b", "state", (7, 1), within_s=1, go_on=lambda: True) == b"state of 3"
     b.close()
 
     def keep_on() -> None:
@@ -209,6 +268,10 @@ out.write_text(json.dumps(told))
 """
 
 
+@pytest.mark.fault(
+    "of four processes one is killed, and one stands still for longer than others wait",
+    "rounds go on with two, both come back, all end with the same bits",
+)
 @pytest.mark.longest
 @pytest.mark.skipif(sys.platform != "linux", reason="sends signals")
 def test_a_run_outlives_a_kill_and_a_pause(store: Notes, tmp_path: Path) -> None:

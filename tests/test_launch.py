@@ -99,6 +99,7 @@ def test_a_failing_rank_fails_the_launch_with_its_message(tmp_path: Path) -> Non
         )
 
 
+@pytest.mark.fault("the notebook that trains is killed", "its ranks end, with a checkpoint")
 def test_ranks_stop_when_their_launcher_is_killed(corpus: Path, tmp_path: Path) -> None:
     code = (
         "from pathlib import Path; from pipelines.launch import launch;"
@@ -148,6 +149,7 @@ def _ends_within(seconds: float, processes: list[psutil.Process]) -> bool:
     return not alive
 
 
+@pytest.mark.fault("`dvc repro` is stopped or killed", "its notebook and ranks end with it")
 @pytest.mark.longest
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_what_dvc_runs_ends_with_it(number: int, corpus: Path, tmp_path: Path) -> None:
@@ -176,6 +178,7 @@ def test_what_dvc_runs_ends_with_it(number: int, corpus: Path, tmp_path: Path) -
     assert list((tmp_path / "out").glob("checkpoints/step-????????"))
 
 
+@pytest.mark.fault("torchrun itself is killed (SIGKILL)", "its ranks end, with a checkpoint")
 @pytest.mark.longest
 def test_ranks_end_when_torchrun_is_killed(corpus: Path, tmp_path: Path) -> None:
     """Their store is gone with it, so that they cannot agree where to stop: they end with a word."""
@@ -307,6 +310,7 @@ def test_runs_of_more_ranks_than_cores_are_the_same_as_threads(
     assert found[1] == found[2]
 
 
+@pytest.mark.fault("one of two runs side by side fails", "the other keeps its checkpoint")
 def test_where_one_of_two_fails_the_other_keeps_its_checkpoint(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

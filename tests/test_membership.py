@@ -45,6 +45,10 @@ def shortest(faults: list[Fault], seed: int) -> list[Fault]:
     return faults
 
 
+@pytest.mark.fault(
+    "1,000 seeded schedules of kills, pauses, cuts, a lost log, corruption, late joins and lost disks, in virtual time",
+    "members agree bit for bit, no newcomer is a donor, each token counts once, the loss is the undisturbed run's",
+)
 def test_a_thousand_schedules_of_faults() -> None:
     for seed in range(1000):
         faults = schedule(seed, SLOTS, SPAN)
@@ -92,6 +96,10 @@ def forget_nothing(roll: Roll, who: str) -> None:
 take_done, drop = Roll._take_done, Roll._drop
 
 
+@pytest.mark.fault(
+    "a rule of the membership is broken on purpose: a newcomer as a donor, a token counted twice, and others",
+    "the search for faults finds it, and shrinks the schedule",
+)
 @pytest.mark.parametrize(("where", "wrong"), [("_take_done", commit_early), ("_drop", forget_nothing)])
 def test_the_search_finds_what_is_planted(where: str, wrong, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Roll, where, wrong)
@@ -150,6 +158,7 @@ def test_what_is_said_twice_counts_once() -> None:
     assert (len(roll.rounds), roll.tokens(1), roll.ready, roll.missed) == (1, 11, {}, [])
 
 
+@pytest.mark.fault("a member is lost while a round is exchanged", "another attempt begins without it")
 def test_an_attempt_that_loses_a_member_begins_again_without_it() -> None:
     roll = folded(*JOINED, *READY, Done("a", 0, 1), Lost("c", 0, 1, "b"))
     assert (roll.members, roll.key, roll.done, roll.missed) == (("a", "b"), (0, 3), set(), [("c", 0, 12)])
@@ -160,11 +169,19 @@ def test_an_attempt_that_loses_a_member_begins_again_without_it() -> None:
     assert (roll.members, roll.ready) == ((), {"b": 11})  # too few: it gathers again
 
 
+@pytest.mark.fault(
+    "a replica is back before the others have missed it",
+    "its earlier start is out of the round, and the slot is the new one's",
+)
 def test_another_start_of_a_replica_takes_its_slot_out_of_the_attempt() -> None:
     roll = folded(*JOINED, *READY, Join("c2", 2, 0))
     assert (roll.members, roll.holds("c"), roll.holds("c2")) == (("a", "b"), False, True)
 
 
+@pytest.mark.fault(
+    "all who had the latest round are gone",
+    "the rest goes back to the latest round that somebody has, and only then",
+)
 def test_all_go_back_only_where_nobody_has_the_latest_round() -> None:
     done = [Done(who, 0, 1) for who in "abc"]
     roll = folded(*JOINED, *READY, *done)

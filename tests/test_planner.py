@@ -8,6 +8,7 @@ import math
 import re
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -74,6 +75,25 @@ def test_a_fast_link_wants_gradients_and_a_slow_one_anything_but() -> None:
         assert (table.replicas * table.stages == 8).all()
         assert (table.cost == table.days * 24 * 8 * 0.5).all()
     assert len(shown(slow)) == len(slow)
+
+
+def test_slow_machines_keep_gradients_and_pipelines_waiting_and_not_local_updates() -> None:
+    keys = ["method", "replicas", "stages", "recompute"]
+    equal, uneven = (
+        plan(cluster, JOB, PENALTIES).set_index(keys).days
+        for cluster in (_cluster(1e9), dataclasses.replace(_cluster(1e9), slow=2, slow_speed=0.5))
+    )
+    longer = (uneven / equal).reset_index()
+    alone = (longer.stages == 1) & (longer.method != "gradients")
+    assert alone.any()
+    assert not alone.all()
+    np.testing.assert_allclose(longer[alone].days, 8 / (6 + 2 * 0.5), rtol=1e-6)
+    np.testing.assert_allclose(longer[~alone].days, 2, rtol=1e-3)
+    cluster = dataclasses.replace(_cluster(1e9), slow=3, slow_speed=0.5)
+    assert cluster.speeds(8) == [1.0] * 5 + [0.5] * 3
+    assert cluster.speeds(4) == [1.0, 1.0, 0.5, 0.5]
+    with pytest.raises(ValueError, match="slow must be fewer than nodes = 8"):
+        dataclasses.replace(cluster, slow=8)
 
 
 def test_what_does_not_fit_is_left_out_and_slices_make_it_fit() -> None:
@@ -381,6 +401,11 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
         assert len(re.findall(r"\n\| (?:every|gradients).* x ", capsys.readouterr().out)) == rows
     planner.main([*words, "--per-box", "4", "--inside-mbit-per-s", "1e6", "--rows", "1"])
     assert "between any two boxes of 4, 1e+06 Mbit/s within one" in capsys.readouterr().out
+    planner.main([*words, "--slow", "2", "--slow-speed", "0.25"])
+    uneven = capsys.readouterr().out
+    assert "between any two, the last 2 at 0.25 of that speed." in uneven
+    assert "what that costs in loss no run has measured" in uneven
+    assert "--slot N     # N from 0 to 7, on each" in uneven
     assert "| method | replicas x stages |" in said
     monkeypatch.setattr(planner, "measured_penalties", lambda: tmp_path / "none" / "penalties.csv")
     assert planner.main([*words, "--penalties", str(table)]) == 0

@@ -89,6 +89,23 @@ def test_uneven_machines_wait_as_the_barriers_of_noloco_do(
     assert ours - 1 == pytest.approx(spent[0] / (60 * every) - 1, rel=0.25, abs=0.01)
 
 
+def test_slow_replicas_are_waited_for_where_gradients_travel_and_weigh_less_where_parameters_do() -> None:
+    speeds, links = [1.0, 1.0, 0.5, 0.25], Links(1e9)
+    local, gradients = (
+        small_run(run, replicas=4, train={"steps": 16, "global_batch": 8, "seq_len": 16, "eval_sequences": 4})
+        for run in ("diloco_m2", "data_parallel")
+    )
+    plain, uneven = (predict(local, [(1.0, 2.0)], links, speeds=s) for s in (None, speeds))
+    assert (plain.trained, uneven.trained) == (1.0, 2.75 / 4)
+    assert uneven.step_seconds == plain.step_seconds
+    plain, uneven = (predict(gradients, [(1.0, 2.0)], links, speeds=s) for s in (None, speeds))
+    assert uneven.trained == 1.0
+    assert float(uneven.step_seconds) == pytest.approx(4 * float(plain.step_seconds), rel=1e-3)
+    assert float(uneven.utilisation) == pytest.approx(0.25 / (2.75 / 4), rel=1e-3)
+    with pytest.raises(ValueError, match=r"speeds must be 4, above 0 and at most 1, got \[1.0\]"):
+        predict(local, [(1.0, 2.0)], links, speeds=[1.0])
+
+
 def test_who_meets_more_often_waits_longer() -> None:
     among = {"stages": 4, "micro_batches": 16}
     assert uneven(8, 0.0, every=1) == 1.0

@@ -86,6 +86,7 @@ def test_nothing_is_faster_than_its_link_and_all_of_it_is_counted() -> None:
     assert not any(name in namespaces() for name in mine)
 
 
+@pytest.mark.fault("a link is cut, and mended", "nothing passes, and then all does")
 @here
 def test_a_link_that_is_cut_carries_nothing_until_it_is_mended() -> None:
     ping = [sys.executable, "-c", "import socket; socket.create_connection(('10.77.0.1', 5000), timeout=0.5)"]

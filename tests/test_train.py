@@ -113,6 +113,7 @@ def _kill_at(step: int, started: Group, out: Path, rng: random.Random) -> None:
     assert not (out / "summary.json").exists()
 
 
+@pytest.mark.fault("a whole job is killed at a random step", "the same command goes on, bit for bit")
 @pytest.mark.parametrize("ranks", [None, 2], ids=["threads", "processes"])
 @pytest.mark.parametrize("attempt", range(int(os.environ.get("LOWCOMM_KILLS", "3"))))
 def test_a_run_killed_at_a_random_step_resumes_exactly(
@@ -143,6 +144,7 @@ def test_a_sharded_run_resumes_exactly(corpus: Path, tmp_path: Path) -> None:
     assert same_run(tmp_path / "whole", tmp_path / "killed")
 
 
+@pytest.mark.fault("SIGTERM to a job", "a checkpoint is written, and the job ends with 0")
 @pytest.mark.parametrize("transport", ["threads", "processes"])
 def test_sigterm_writes_a_checkpoint_and_exits_cleanly(transport: str, corpus: Path, tmp_path: Path) -> None:
     config = small_run("diloco_m2", train={"steps": 3000})
@@ -199,6 +201,10 @@ def _damage(path: Path) -> None:
     path.write_bytes(raw)
 
 
+@pytest.mark.fault(
+    "checkpoints cut short, swapped between ranks, renamed, of other steps, without a tensor",
+    "each is refused by name, and the one before is taken",
+)
 @pytest.mark.parametrize(
     "what",
     [
@@ -253,6 +259,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(what: str, corpus: Pa
         assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "plain" / name).read_bytes()
 
 
+@pytest.mark.fault("all checkpoints are damaged", "an error, and no fresh start")
 def test_all_checkpoints_damaged_is_an_error_not_a_fresh_start(corpus: Path, tmp_path: Path) -> None:
     config = _stopped(corpus, tmp_path / "run")
     for path in (tmp_path / "run" / "checkpoints").rglob("rank-000.safetensors"):
@@ -261,6 +268,7 @@ def test_all_checkpoints_damaged_is_an_error_not_a_fresh_start(corpus: Path, tmp
         train_in_threads(config, corpus, tmp_path / "run")
 
 
+@pytest.mark.fault("a checkpoint of other settings", "refused, by the name of the setting")
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -298,12 +306,14 @@ def test_checkpoints_hold_no_pickles_and_only_the_last_are_kept(corpus: Path, tm
     assert {p.suffix for p in folder.rglob("*") if p.is_file()} == {".safetensors", ".json"}
 
 
+@pytest.mark.fault("a folder that cannot be written", "named at the start")
 def test_an_unwritable_output_folder_is_named(corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(ConfigError, match="output folder .*/file/run cannot be written"):
         train_in_threads(small_run(), corpus, tmp_path / "file" / "run")
 
 
+@pytest.mark.fault("a corpus that was prepared otherwise", "refused, by the name of the setting")
 @pytest.mark.parametrize(
     ("override", "message"),
     [

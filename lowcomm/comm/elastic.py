@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
+import select
 import socket
 import struct
 import threading
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import asdict, dataclass
 from types import SimpleNamespace
@@ -54,7 +57,11 @@ from lowcomm.settings import ConfigError
 _ENTRIES = {kind.__name__: kind for kind in (Join, Ready, Close, Done, Lost, Rollback)}
 #: Seconds between two looks at the log, and at what has arrived.
 _LOOK_S, _ARRIVED_S = 0.02, 0.5
-_LONGEST_HEADER = 1 << 16
+_LONGEST_HEADER, _PIECE = 1 << 16, 1 << 20
+#: A connection that ends may be replaced by another, which begins in less than this.
+_REPLACED_S = 0.2
+#: Told of a frame's header, and then of its payload's bytes as they leave or come: their sender and number.
+Told = Callable[[str, int], None]
 
 
 class NoAnswer(CommError):
@@ -111,15 +118,19 @@ class Frame:
     key: tuple[int, ...]
     payload: bytes
 
-    def send(self, to: socket.socket) -> None:
-        """Write it to a socket."""
+    def send(self, to: socket.socket, told: Told) -> None:
+        """Write it to a socket, whose time-out says how long the other end may leave bytes untaken."""
         header = {"source": self.source, "kind": self.kind, "key": self.key, "nbytes": len(self.payload)}
         packed = json.dumps(header | {"crc": zlib.crc32(self.payload)}).encode()
         to.sendall(struct.pack("!I", len(packed)) + packed)
-        to.sendall(self.payload)
+        left = memoryview(self.payload)
+        while left:
+            sent = to.send(left[:_PIECE])
+            left = left[sent:]
+            told(self.source, sent)
 
     @classmethod
-    def receive(cls, source: socket.socket) -> tuple[Frame, bool] | None:
+    def receive(cls, source: socket.socket, told: Told) -> tuple[Frame, bool] | None:
         """Read one from a socket, and whether it is as it was sent; None at the end of the stream, or of sense."""
         if (size := _exactly(source, 4)) is None:
             return None
@@ -132,17 +143,19 @@ class Frame:
             nbytes, crc = int(header["nbytes"]), int(header["crc"])
         except (ValueError, KeyError, TypeError):
             return None
-        if (payload := _exactly(source, nbytes)) is None:
+        told(who, 0)
+        if (payload := _exactly(source, nbytes, lambda n: told(who, n))) is None:
             return None
         return cls(who, kind, key, payload), zlib.crc32(payload) == crc
 
 
-def _exactly(source: socket.socket, nbytes: int) -> bytes | None:
+def _exactly(source: socket.socket, nbytes: int, each: Callable[[int], None] = lambda n: None) -> bytes | None:
     found = bytearray()
     while len(found) < nbytes:
-        if not (more := source.recv(min(nbytes - len(found), 1 << 20))):
+        if not (more := source.recv(min(nbytes - len(found), _PIECE))):
             return None
         found += more
+        each(len(more))
     return bytes(found)
 
 
@@ -155,6 +168,8 @@ class Messenger:
         timeout_s: how long the other end may leave bytes untaken.
         address_of: (host, port) of a replica; None where it is not known.
         serve: answers a request for the agreed state of a version or a later one: bytes; None where it has none.
+
+    Attributes: `moved`, when a payload's bytes last left or came, by the monotonic clock.
     """
 
     def __init__(
@@ -170,6 +185,10 @@ class Messenger:
         self._address_of = address_of
         self._arrived = threading.Condition()
         self._boxes: dict[tuple[str, str, tuple[int, ...]], bytes | None] = {}
+        self._heard: dict[str, float] = {}
+        self._ways: Counter[str] = Counter()  # the connections that each of the others has to here ...
+        self._ended: dict[str, float] = {}  # ... and when it was left with none
+        self.moved = time.monotonic()
         self._to: dict[str, tuple[socket.socket, threading.Lock]] = {}
         self._from: set[socket.socket] = set()
         self._lock = threading.Lock()
@@ -181,61 +200,143 @@ class Messenger:
         with contextlib.suppress(OSError):
             while True:
                 connection, _ = self._listener.accept()
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                if hasattr(socket, "TCP_KEEPIDLE"):  # else one whose other end is gone stays for two hours
+                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, math.ceil(self.timeout_s)))
+                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, math.ceil(self.timeout_s)))
+                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 5)
                 self._from.add(connection)
                 threading.Thread(target=self._read, args=(connection,), name="read", daemon=True).start()
 
     def _read(self, connection: socket.socket) -> None:
+        source = None
+
+        def told(who: str, nbytes: int) -> None:
+            nonlocal source
+            if source is None:
+                source = who
+                with self._arrived:
+                    self._ways[source] += 1
+            self._note(who, nbytes)
+
         with connection, contextlib.suppress(OSError):
-            while (found := Frame.receive(connection)) is not None:
+            while (found := Frame.receive(connection, told)) is not None:
                 frame, whole = found
                 if frame.kind == "want":
                     threading.Thread(target=self._answer, args=(frame,), name="serve", daemon=True).start()
-                    continue
-                with self._arrived:
-                    self._boxes[frame.source, frame.kind, frame.key] = frame.payload if whole else None
-                    self._arrived.notify_all()
+                elif frame.kind != "beat":
+                    with self._arrived:
+                        self._boxes[frame.source, frame.kind, frame.key] = frame.payload if whole else None
+                        self._arrived.notify_all()
         self._from.discard(connection)
+        if source is not None:
+            with self._arrived:
+                self._ways[source] -= 1
+                if not self._ways[source]:
+                    self._ended[source] = time.monotonic()
+                self._arrived.notify_all()
+
+    def _note(self, source: str, nbytes: int) -> None:
+        self._heard[source] = now = time.monotonic()
+        if nbytes:
+            self.moved = now
+
+    def heard(self, who: str) -> float:
+        """When there was the last sign of a replica, by the monotonic clock; minus infinity where there was none."""
+        return self._heard.get(who, -math.inf)
+
+    def beat(self, to: Sequence[str]) -> None:
+        """Say that this replica is alive to those of `to` that it is connected with; nobody is waited for."""
+        with self._lock:
+            ways = [self._to[who] for who in to if who in self._to]
+        for connection, lock in ways:
+            if lock.acquire(blocking=False):  # else there are bytes on their way, which say as much
+                try:
+                    if select.select([], [connection], [], 0)[1]:
+                        Frame(self.who, "beat", (), b"").send(connection, self._note)
+                except (OSError, ValueError):  # found out by whoever sends something
+                    pass
+                finally:
+                    lock.release()
 
     def _answer(self, frame: Frame) -> None:
         if len(frame.payload) == 8 and (state := self.serve(*struct.unpack("!q", frame.payload))) is not None:
             with contextlib.suppress(NoAnswer):
-                self.send(frame.source, "state", frame.key, state)
+                self.send(frame.source, "state", frame.key, state, anew=True)
 
-    def send(self, to: str, kind: str, key: tuple[int, ...], payload: bytes) -> None:
-        """Send a frame. Raises NoAnswer where nobody takes it."""
+    def send(self, to: str, kind: str, key: tuple[int, ...], payload: bytes, *, anew: bool = False) -> None:
+        """Send a frame. Raises NoAnswer where nobody takes it.
+
+        anew: over a new connection, as the one there is may be of before a link was down, and lose it.
+        """
+        frame = Frame(self.who, kind, key, payload)
+        if not anew and to in self._to:
+            with contextlib.suppress(OSError):
+                return self._send(to, frame)
+            anew = True
         try:
-            connection, lock = self._connected(to)
-            with lock:
-                Frame(self.who, kind, key, payload).send(connection)
+            if anew:
+                self._connect(to)
+            self._send(to, frame)
         except OSError as error:
             with self._lock:
                 if to in self._to:
                     self._to.pop(to)[0].close()
             raise NoAnswer(to, f"takes nothing ({error})") from None
 
-    def _connected(self, to: str) -> tuple[socket.socket, threading.Lock]:
+    def _send(self, to: str, frame: Frame) -> None:
         with self._lock:
-            if to not in self._to:
-                if (address := self._address_of(to)) is None:
-                    raise NoAnswer(to, "has no address")
-                self._to[to] = socket.create_connection(address, self.timeout_s), threading.Lock()
-            return self._to[to]
+            way = self._to.get(to)
+        connection, lock = way or self._connect(to)
+        with lock:
+            frame.send(connection, self._note)
 
-    def take(self, source: str, kind: str, key: tuple[int, ...], *, until: float, go_on: Callable[[], bool]) -> bytes:
+    def _connect(self, to: str) -> tuple[socket.socket, threading.Lock]:
+        """Make a connection, in the place of the one there may be; nobody who sends to others waits for that."""
+        if (address := self._address_of(to)) is None:
+            raise NoAnswer(to, "has no address")
+        connection = socket.create_connection(address, self.timeout_s)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # so that no link that was down is waited for longer than it was
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1e3 * self.timeout_s))
+        way = connection, threading.Lock()
+        with self._lock:
+            before, self._to[to] = self._to.get(to), way
+        if before is not None:
+            before[0].close()
+        return way
+
+    def take(
+        self, source: str, kind: str, key: tuple[int, ...], *, within_s: float, go_on: Callable[[], bool]
+    ) -> bytes:
         """Return what has come, waiting for it.
 
-        until: an instant of the monotonic clock. go_on: asked now and then; where it is False nobody wants it any more.
-        Raises NoAnswer where it does not come, is damaged, or is not wanted.
+        within_s: how long there may be no sign of its source, in seconds. go_on: asked now and then; where it is False
+        nobody wants it any more. Raises NoAnswer where it does not come, is damaged, or is not wanted, and as soon as
+        the last connection of its source ends.
         """
-        box = source, kind, key
+        box, begin = (source, kind, key), time.monotonic()
+
+        def is_gone() -> bool:
+            ended = self._ended.get(source, -math.inf)
+            return not self._ways[source] and begin <= ended < time.monotonic() - _REPLACED_S
+
         while True:
+            now = time.monotonic()
+            left = within_s - (now - max(begin, self.heard(source)))
             with self._arrived:
-                if box in self._boxes or self._arrived.wait_for(lambda: box in self._boxes, _ARRIVED_S):
+                self._arrived.wait_for(lambda: box in self._boxes or is_gone(), max(0.0, min(_ARRIVED_S, left)))
+                if box in self._boxes:
                     if (payload := self._boxes.pop(box)) is None:
                         raise NoAnswer(source, "its message is damaged")
                     return payload
-            if not go_on() or time.monotonic() > until:
+            if not go_on():
+                raise NoAnswer(source, "it is not wanted any more")
+            if is_gone():
+                raise NoAnswer(source, "it has ended")
+            if left <= 0:
                 raise NoAnswer(source, "no word from it")
+            if time.monotonic() - now > _ARRIVED_S + within_s / 2:  # it was this process that stood still
+                begin = time.monotonic()
 
     def forget(self, before: int) -> None:
         """Let go of what has come for rounds before one, and was not taken."""
@@ -279,7 +380,6 @@ class _Attempt:
     def __init__(self, elastic: Elastic, request: Exchange):
         self.elastic, self.request, self.purpose = elastic, request, ""
         self.axis = SimpleNamespace(ranks=request.members)
-        self.until = time.monotonic() + elastic.rules.timeout_s
         self.phase = 0
 
     def swap(
@@ -292,7 +392,8 @@ class _Attempt:
             raw = x.contiguous().view(-1).view(torch.uint8).cpu()
             self.elastic.ledger.bill("replica", self.purpose, self.elastic.step, raw.numel())
             messenger.send(members[i], "values", key, raw.numpy().tobytes())
-        taken, wait = [], {"until": self.until, "go_on": lambda: self.elastic.is_at(self.request)}
+        wait = {"within_s": self.elastic.rules.silence_s, "go_on": lambda: self.elastic.is_at(self.request)}
+        taken = []
         for i, buffer in into:
             raw = messenger.take(members[i], "values", key, **wait)
             x = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
@@ -340,7 +441,6 @@ class Elastic:
         self.rules = rules or Rules()
         self.notes, self.log = notes, SharedLog(notes)
         self.roll = Roll(slots, quorum, end)
-        self.member = Member(who, slot, self.roll, time.monotonic, self.rules)
         self.ledger, self.step = Ledger(), 0
         self._load, self._wants, self._closed = load, 0, False
         self._payloads: Sequence[Payload] = ()
@@ -354,13 +454,25 @@ class Elastic:
             return struct.pack("!q", version) + state
 
         self.messenger = Messenger(
-            who, host=host or notes.here, timeout_s=self.rules.timeout_s, address_of=self._address_of, serve=packed
+            who, host=host or notes.here, timeout_s=self.rules.silence_s, address_of=self._address_of, serve=packed
         )
+        self.member = Member(who, slot, self.roll, time.monotonic, self.rules, self.messenger.heard)
+        self._under_way: Exchange | None = None
+        self._left = threading.Event()
+        threading.Thread(target=self._beat, name="beat", daemon=True).start()
         notes.write(f"address/{who}", json.dumps(self.messenger.address))
 
     def _address_of(self, who: str) -> tuple[str, int] | None:
         found = self.notes.read(f"address/{who}")
         return None if found is None else tuple(json.loads(found))
+
+    def _beat(self) -> None:
+        """Say to the members of an attempt that this one is alive, as long as its exchange moves."""
+        while not self._left.wait(self.rules.silence_s / 4):
+            if (attempt := self._under_way) is None or attempt.key != self.roll.key:
+                continue
+            if time.monotonic() - self.messenger.moved < self.rules.timeout_s:
+                self.messenger.beat([who for who in attempt.members if who != self.member.who])
 
     def join(self, version: int = 0) -> None:
         """Take the slot, with parameters of a version."""
@@ -403,6 +515,7 @@ class Elastic:
         self._closed = False
         self._drive(self.member.leave())
         self.stop()
+        self._left.set()
         self.messenger.close()
 
     def is_at(self, request: Exchange) -> bool:
@@ -462,6 +575,7 @@ class Elastic:
         return self.read()
 
     def _exchange(self, request: Exchange) -> str:
+        self._under_way, self.messenger.moved = request, time.monotonic()
         members, roll = request.members, self.roll
         slots = [roll.slot[who] for who in members]
         met = self._group(sorted(slots))
@@ -483,10 +597,9 @@ class Elastic:
     def _fetch(self, donor: str) -> int | None:
         self._wants += 1
         key = (len(self.roll.rounds), self._wants)
-        until = time.monotonic() + self.rules.timeout_s
         try:
-            self.messenger.send(donor, "want", key, struct.pack("!q", self.roll.latest))
-            raw = self.messenger.take(donor, "state", key, until=until, go_on=lambda: True)
+            self.messenger.send(donor, "want", key, struct.pack("!q", self.roll.latest), anew=True)
+            raw = self.messenger.take(donor, "state", key, within_s=self.rules.timeout_s, go_on=lambda: True)
         except NoAnswer:
             return None
         (version,) = struct.unpack("!q", raw[:8])

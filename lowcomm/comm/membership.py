@@ -262,8 +262,8 @@ class Say:
 class Exchange:
     """Ask the driver to give what this replica has ready to all members, and to take theirs.
 
-    Answer: who does not answer, "" where all do. The driver gives up after `Rules.timeout_s`, and as soon as `Roll.key`
-    is not this one any more.
+    Answer: who does not answer, "" where all do. The driver gives up when there is no sign of somebody for
+    `Rules.silence_s`, and as soon as `Roll.key` is not this one any more.
     """
 
     key: tuple[int, int]
@@ -284,16 +284,19 @@ Request = Look | Say | Exchange | Fetch
 class Rules:
     """How long a replica waits, in seconds.
 
-    timeout_s: for an answer of another. grace_s: for the others, once a quorum is ready. alone_s: for the log to
-    answer, or for a quorum to come together, before it gives up.
+    grace_s: for the others, once a quorum is ready. silence_s: in an exchange, for any sign of another: bytes, or the
+    word that it is alive, which it gives several times in that while. timeout_s: for a donor's answer, and for an
+    exchange in which nothing moves. alone_s: for the log to answer, or for a quorum to come together, before it gives
+    up.
     """
 
     timeout_s: float = 30.0
     grace_s: float = 5.0
+    silence_s: float = 5.0
     alone_s: float = 600.0
 
     def __post_init__(self) -> None:
-        for name in ("timeout_s", "grace_s", "alone_s"):
+        for name in ("timeout_s", "grace_s", "silence_s", "alone_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"rules.{name} = {getattr(self, name)} must be above 0 and finite")
 
@@ -307,12 +310,21 @@ class Member:
         roll: what it knows of the log; whoever drives it folds what is read into this.
         now: its clock, in seconds.
         rules: how long it waits.
+        heard: when by that clock there was the last sign of a replica.
 
     Attributes: `version`, the id of the round that its parameters are of.
     """
 
-    def __init__(self, who: str, slot: int, roll: Roll, now: Callable[[], float], rules: Rules):
-        self.who, self.slot, self.roll, self.now, self.rules = who, slot, roll, now, rules
+    def __init__(
+        self,
+        who: str,
+        slot: int,
+        roll: Roll,
+        now: Callable[[], float],
+        rules: Rules,
+        heard: Callable[[str], float] = lambda who: -math.inf,
+    ):
+        self.who, self.slot, self.roll, self.now, self.rules, self.heard = who, slot, roll, now, rules, heard
         self.version = 0
 
     def join(self, version: int) -> Generator[Request, Any, None]:
@@ -400,12 +412,12 @@ class Member:
                     waiting = key, self.now()
                 continue
             # Members report each other soon. An attempt whose members are all gone is ended by one who stands by.
-            patience = self.rules.timeout_s * (1 if me in roll.members else 4)
-            if self.now() - waiting[1] > patience:
-                late = [who for who in roll.members if who not in roll.done and who != me]
+            patience = self.rules.silence_s if me in roll.members else 4 * self.rules.timeout_s
+            silent = (who for who in roll.members if who not in roll.done and who != me)
+            silent = (who for who in silent if self.now() - max(waiting[1], self.heard(who)) > patience)
+            if (gone := next(silent, None)) is not None:
                 waiting = key, self.now()
-                if late:
-                    yield from self._say(Lost(late[0], *key, me))
+                yield from self._say(Lost(gone, *key, me))
             else:
                 yield Look()
         if (kept := roll.rounds_of(self.version)) == number and number < len(roll.rounds):

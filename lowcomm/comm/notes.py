@@ -25,6 +25,10 @@ class KeyValueStore(Protocol):
     def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
 
 
+_Call = Callable[[KeyValueStore], str | None]
+_Asked = tuple[Future[str | None], _Call]
+
+
 class Notes:
     """Notes in a store.
 
@@ -33,29 +37,50 @@ class Notes:
         within_s: how long an answer is waited for, in seconds.
         port: of the store, for whoever is to tell others of it.
         here: this machine's address on the network by which it reaches the store.
+        connect: makes another connection to the same store. Where it is given, one that does not answer is left to
+            itself: after a link was down, TCP waits about as long again before it tries an old one.
     """
 
-    def __init__(self, store: KeyValueStore, within_s: float, *, port: int = 0, here: str = "127.0.0.1"):
-        self._store, self._within_s, self.port, self.here = store, within_s, port, here
-        self._asked: queue.SimpleQueue[tuple[Future[str | None], Callable[[], str | None]]] = queue.SimpleQueue()
+    def __init__(
+        self,
+        store: KeyValueStore,
+        within_s: float,
+        *,
+        port: int = 0,
+        here: str = "127.0.0.1",
+        connect: Callable[[], KeyValueStore] | None = None,
+    ):
+        self._within_s, self.port, self.here, self._connect = within_s, port, here, connect
         self._last: Future[str | None] | None = None
-        threading.Thread(target=self._answer, name="notes", daemon=True).start()
+        self._begin(lambda: store)
 
-    def _answer(self) -> None:
-        while True:
-            future, call = self._asked.get()
+    def _begin(self, connect: Callable[[], KeyValueStore]) -> None:
+        """Let a thread carry out what is asked from now on, over a connection of its own."""
+        self._asked: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
+        threading.Thread(target=self._answer, args=(connect, self._asked), name="notes", daemon=True).start()
+
+    @staticmethod
+    def _answer(connect: Callable[[], KeyValueStore], asked: queue.SimpleQueue[_Asked | None]) -> None:
+        store = None
+        while (found := asked.get()) is not None:
+            future, call = found
             try:
-                future.set_result(call())
-            except RuntimeError:  # the store's own process is gone
+                store = store or connect()
+                future.set_result(call(store))
+            except RuntimeError:  # the store's own process is gone, or cannot be reached
                 future.set_result(None)
 
-    def _ask(self, call: Callable[[], str | None]) -> str | None:
+    def _ask(self, call: _Call) -> str | None:
         """What the call returns; None where that takes too long. It is carried out even so, when the store is back."""
         self._last = future = Future()
         self._asked.put((future, call))
         try:
             return future.result(self._within_s)
         except TimeoutError:
+            if self._connect is not None:
+                self._asked.put(None)
+                self._begin(self._connect)
+                self._last = None
             return None
 
     def _is_waiting(self) -> bool:
@@ -63,13 +88,13 @@ class Notes:
 
     def write(self, key: str, value: str) -> None:
         """Leave a note."""
-        self._ask(lambda: self._store.set(f"lowcomm/{key}", value))
+        self._ask(lambda store: store.set(f"lowcomm/{key}", value))
 
     def write_once(self, key: str, value: str) -> str | None:
         """Leave a note where there is none yet, and return the one that is there now; None where nobody answers."""
         if self._is_waiting():
             return None
-        return self._ask(lambda: self._store.compare_set(f"lowcomm/{key}", "", value).decode())
+        return self._ask(lambda store: store.compare_set(f"lowcomm/{key}", "", value).decode())
 
     def read(self, key: str) -> str | None:
         """A note; None where there is none, or no answer, for which nobody waits twice."""
@@ -80,4 +105,4 @@ class Notes:
         if self._is_waiting():
             return None
         name = f"lowcomm/{key}"
-        return self._ask(lambda: self._store.get(name).decode() if self._store.check([name]) else "")
+        return self._ask(lambda store: store.get(name).decode() if store.check([name]) else "")

@@ -39,14 +39,24 @@ def elastic_store(address: str, *, hosts: bool = False, timeout_s: float = 30.0)
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdecimal() or int(port) >= 1 << 16:
         raise ConfigError(f"{address!r} is no address of a store: HOST:PORT is wanted, as head:29400")
+
+    def connected(port: int, *, hosts: bool, timeout_s: float) -> dist.TCPStore:
+        timeout = datetime.timedelta(seconds=timeout_s)
+        return dist.TCPStore(host, port, is_master=hosts, wait_for_workers=False, timeout=timeout)
+
     try:
-        found = dist.TCPStore(
-            host, int(port), is_master=hosts, wait_for_workers=False, timeout=datetime.timedelta(seconds=timeout_s)
-        )
+        found = connected(int(port), hosts=hosts, timeout_s=timeout_s)
     except RuntimeError as error:
         why = str(error).splitlines()[0]
         raise CommError(f"no store of elastic replicas at {address}: {why} (lowcomm store {port} starts one)") from None
-    return Notes(found, min(timeout_s, _ANSWERED_WITHIN_S), port=found.port, here=_address_towards(host, found.port))
+    within_s = min(timeout_s, _ANSWERED_WITHIN_S)
+    return Notes(
+        found,
+        within_s,
+        port=found.port,
+        here=_address_towards(host, found.port),
+        connect=None if hosts else lambda: connected(found.port, hosts=False, timeout_s=within_s),
+    )
 
 
 def _address_towards(host: str, port: int) -> str:

@@ -40,9 +40,10 @@ from lowcomm.settings import ConfigError, build, nearest
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equal machines, and what lies between them.
+    """Machines, and what lies between them.
 
-    Machines may stand in boxes of `per_box` (the GPUs of a server), with a fast link between any two of a box; `links`
+    They are equal, but that the last `slow` of them may compute at a share `slow_speed` of the others' speed. Machines
+    may stand in boxes of `per_box` (the GPUs of a server), with a fast link between any two of a box; `links`
     are then those of a box to any other, which its machines share.
     """
 
@@ -53,6 +54,8 @@ class Cluster:
     price_per_node_hour: float = 0.0
     per_box: int = 1
     inside_mbit_per_s: float = 0.0
+    slow: int = 0
+    slow_speed: float = 1.0
 
     def __post_init__(self) -> None:
         if self.per_box < 1 or self.nodes % self.per_box:
@@ -62,8 +65,18 @@ class Cluster:
         for name in ("nodes", "memory_gb", "tflops"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be above 0, and finite, got {getattr(self, name)}")
+        if not 0 <= self.slow < self.nodes or not 0 < self.slow_speed <= 1:
+            raise ValueError(
+                f"slow must be fewer than nodes = {self.nodes}, at a speed above 0 and at most 1, got {self.slow} at"
+                f" {self.slow_speed}"
+            )
         if not 0 <= self.price_per_node_hour < math.inf:
             raise ValueError(f"price_per_node_hour must be at least 0, got {self.price_per_node_hour}")
+
+    def speeds(self, replicas: int) -> list[float]:
+        """Return the speed of each replica as a share of a fast one's: a slow machine makes all of its replica slow."""
+        slow = math.ceil(self.slow / (self.nodes // replicas))
+        return [1.0] * (replicas - slow) + [self.slow_speed] * slow
 
     def links_of(self, width: int, stages: int) -> tuple[Links, Links]:
         """Return the links between replicas, and those between the stages of one, for shards of `width` machines."""
@@ -236,9 +249,10 @@ def _row(
     compute = [(f / speed, b / speed) for f, b in stage_flops(config)]
     slower = _slower(config, compute, width, cluster.inside_mbit_per_s)
     between, within = cluster.links_of(width, config.stages)
-    expected = predict(config, [(slower * f, slower * b) for f, b in compute], between, within)
+    speeds = cluster.speeds(config.replicas)
+    expected = predict(config, [(slower * f, slower * b) for f, b in compute], between, within, speeds)
     seconds = float(expected.step_seconds)
-    days = seconds * config.train.steps / 86_400
+    days = seconds * config.train.steps / 86_400 / expected.trained
     likely, low, high = back
     return {
         "method": method.name,
@@ -330,6 +344,10 @@ asked (replicas, H, slices, share of the stream, parameters) and the run that wa
 tokens that make up for that loss, by a law with a floor; "never" where none do. front: * where nothing else is both
 faster and better.
 Times are lower bounds: packets' headers, TCP's slow start and what is sent again are not counted."""
+UNEQUAL = """\
+Slow machines: whole models that train by local updates take fewer inner steps of a round there and weigh less in the
+mean (`lowcomm train --store`); what that costs in loss no run has measured, so `loss` leaves it out. All else waits for
+the slowest."""
 
 
 def model_of(asked: str, seq_len: int = 0) -> ModelConfig:
@@ -362,7 +380,8 @@ def question(cluster: Cluster, job: Job, name: str) -> str:
     between = f"{links.mbit_per_s:,g} Mbit/s and {links.latency_ms:g} ms between any two"
     if cluster.per_box > 1:
         between += f" boxes of {cluster.per_box}, {cluster.inside_mbit_per_s:,g} Mbit/s within one"
-    uneven = [
+    uneven = [f"the last {cluster.slow} at {cluster.slow_speed:g} of that speed"] if cluster.slow else []
+    uneven += [
         f"{value:g} of {what}" for what, value in (("jitter", links.jitter), ("straggling", links.stragglers)) if value
     ]
     model = f"{name}, {parameters(job.model).total / 1e9:.3g} billion parameters, on {job.tokens:.3g} tokens"
@@ -420,7 +439,15 @@ def write_project(row: Any, job: Job, folder: Path) -> None:
 
 
 def command(row: Any, cluster: Cluster) -> str:
-    """Return the command that trains a row, the same on each machine or box, in a project that `write_project` made."""
+    """Return the command that trains a row, the same on each machine or box, in a project that `write_project` made.
+
+    Where machines are not equally fast and the row is of local updates, each has a slot of its own.
+    """
+    if cluster.slow and row.sync_every_steps and row.stages == 1 and cluster.per_box == 1:
+        return (
+            "lowcomm store 29400     # on one that stays\n"
+            f"lowcomm train planned --store THAT-MACHINE:29400 --slot N     # N from 0 to {row.replicas - 1}, on each"
+        )
     boxes = cluster.nodes // cluster.per_box
     where = "--rdzv-backend c10d --rdzv-endpoint FIRST-MACHINE:29500" if boxes > 1 else "--standalone"
     return (
@@ -442,6 +469,8 @@ def main(words: Sequence[str] | None = None) -> int:
     number("--jitter", default=0.0, help="of the latency, standard deviation over mean")
     number("--stragglers", default=0.0, help="of a step's computing, standard deviation over mean")
     number("--tflops", default=60.0, help="that a machine sustains (default: %(default)s)")
+    ask.add_argument("--slow", type=int, default=0, help="so many of the machines are slower ...")
+    number("--slow-speed", default=0.5, help="... at this share of the others' speed (default: %(default)s)")
     number("--price", default=0.0, help="of a machine's hour")
     ask.add_argument(
         "--model",
@@ -458,7 +487,9 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         links = Links(given.mbit_per_s, given.latency_ms, given.jitter, given.stragglers)
         inside = (given.per_box, given.inside_mbit_per_s)
-        cluster = Cluster(given.nodes, given.memory_gb, given.tflops, links, given.price, *inside)
+        cluster = Cluster(
+            given.nodes, given.memory_gb, given.tflops, links, given.price, *inside, given.slow, given.slow_speed
+        )
         model = model_of(given.model, given.seq_len)
         job = Job(model, given.tokens or 20 * parameters(model).total, given.global_batch)
         penalties = Penalties.read(given.penalties or measured_penalties())
@@ -479,6 +510,8 @@ def main(words: Sequence[str] | None = None) -> int:
     print(f"{len(table)} configurations fit; the best {best.sum()} of them{hidden}:\n")
     print(markdown(shown(table[best])))
     print(COLUMNS)
+    if cluster.slow:
+        print(UNEQUAL)
     first = next(table.itertuples())
     asked = method_of(first), first.replicas, first.stages
     if parts := penalties.parts(*asked, parameters(model).total):

@@ -181,22 +181,41 @@ def sent_per_step(config: RunConfig) -> tuple[float, float]:
 class Prediction:
     """The time of one inner step, its share of exchanges included; arrays where the rate was one.
 
-    step_seconds: from one step to the next. utilisation: share of it that a machine computes, mean over stages.
+    step_seconds: from one step to the next. utilisation: share of it that a machine computes, mean over machines.
+    trained: which share of a step's global batch is trained on in it.
     """
 
     step_seconds: NDArray[np.float64]
     utilisation: NDArray[np.float64]
+    trained: float = 1.0
 
 
 def predict(
-    config: RunConfig, compute: Sequence[tuple[float, float]], links: Links, within: Links | None = None
+    config: RunConfig,
+    compute: Sequence[tuple[float, float]],
+    links: Links,
+    within: Links | None = None,
+    speeds: Sequence[float] | None = None,
 ) -> Prediction:
     """How long a step takes.
 
     compute: seconds (forward, backward) of a micro-batch at each stage, e.g. `stage_flops` over a machine's FLOP/s.
-    links: between replicas; and between the stages of one, unless `within` has others. Raises ValueError for sharded
-    models, whose traffic is FSDP2's own.
+    links: between replicas; and between the stages of one, unless `within` has others.
+    speeds: of each replica, as a share of that. All wait for the slowest, but where whole models train by local
+    updates: there each takes as many inner steps of a round as leave nobody waiting (`lowcomm.methods.elastic`).
+
+    Raises ValueError for sharded models, whose traffic is FSDP2's own, and for speeds that are not one for each
+    replica, above 0 and at most 1.
     """
+    if speeds is not None:
+        if len(speeds) != config.replicas or not all(0 < speed <= 1 for speed in speeds):
+            raise ValueError(f"speeds must be {config.replicas}, above 0 and at most 1, got {list(speeds)}")
+        slowest, mean = min(speeds), sum(speeds) / len(speeds)
+        if config.exchanges_parameters and config.stages == 1:
+            found = predict(config, compute, links, within)
+            return Prediction(found.step_seconds, found.utilisation, mean)
+        found = predict(config, [(f / slowest, b / slowest) for f, b in compute], links, within)
+        return Prediction(found.step_seconds, found.utilisation * slowest / mean)
     m, t, stages = config.method, config.train, config.stages
     if m.exchange == "fsdp":
         raise ValueError("what FSDP2 sends is not predicted: method.exchange = fsdp")

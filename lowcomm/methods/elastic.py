@@ -15,6 +15,11 @@ round, while the others go on.
         sync.step(tokens=batch.numel())
     sync.finish()
 
+Machines need not be equally fast. Where the others have waited for one for half of the grace window, its turn comes at
+its next inner step, with what it has trained by then; and it takes fewer inner steps from then on (`pace`), as many as
+leave nobody waiting. Its tokens say what its part of a mean weighs. A replica that sees that a round went on without it
+comes to where the others are at its next inner step.
+
 A slot is a share of the data, `tokens_read` how much of it is used, and `steps_done` the step of the run. These go on
 where the run is when a replica joins, so a loop needs no other change. The round's mean, the outer step and what
 travels are those of `LocalUpdates`: as long as nobody leaves, runs of both agree bit for bit.
@@ -29,7 +34,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import threading
+import time
 import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -65,6 +72,69 @@ from lowcomm.settings import ConfigError, first_difference
 Event = Callable[[Round, tuple[int, ...]], None]
 
 
+#: Seconds between two looks at whether others wait; by how much a slow replica's pace rises where nobody did.
+_LOOK_S, _FASTER = 0.1, 1.1
+
+
+class _Gap:
+    """The inner steps of one replica between two turns, or since it has come to where the others are.
+
+    begin: the run's step at which they begin. is_whole: whether they began with the others'.
+    """
+
+    def __init__(self, begin: int, *, is_whole: bool):
+        self.begin, self.is_whole = begin, is_whole
+        self.taken, self.started, self.was_hurried = 0, time.monotonic(), False
+
+    def after_step(self, end: int, pace: float) -> int:
+        """Count a step; returns the step of the run, which is at `end` after a share of as many steps: its pace."""
+        self.taken += 1
+        whole = max(1, end - self.begin)
+        return self.begin + self.taken * whole // max(1, math.ceil(pace * whole))
+
+    def pace_without(self, waited_s: float, pace: float, end: int) -> float:
+        """Return the pace at which nobody would have waited, where this replica's turn comes now."""
+        self.was_hurried = True
+        if not self.is_whole:
+            return pace
+        passed_s = time.monotonic() - self.started
+        return self.taken / max(1, end - self.begin) * max(0.5, 1 - waited_s / passed_s)
+
+    def pace_after(self, pace: float) -> float:
+        """Return the pace of the next steps, as the turn has come."""
+        return pace if self.was_hurried else min(1.0, _FASTER * pace)
+
+
+class _Watch:
+    """Looks whether others wait for a replica's turn, the `number`th round, or have gone on without it."""
+
+    def __init__(self, elastic: Elastic, number: int):
+        self._elastic, self._number = elastic, number
+        self._over, self._looked = threading.Event(), threading.Event()
+        self._since: float | None = None
+        self.says_hurry = False
+
+    def look(self) -> None:
+        """Look until that is so, or until told to end."""
+        elastic, roll = self._elastic, self._elastic.roll
+        try:
+            while not self.says_hurry and not self._over.wait(_LOOK_S):
+                elastic.read()
+                if len(roll.rounds) == self._number and not roll.members and len(roll.ready) >= roll.quorum:
+                    self._since = self._since or time.monotonic()
+                    self.says_hurry = time.monotonic() - self._since > elastic.rules.grace_s / 2
+                else:
+                    self._since, self.says_hurry = None, len(roll.rounds) > self._number
+        finally:
+            self._looked.set()
+
+    def end(self) -> float:
+        """End the looking; returns for how many seconds others have waited."""
+        self._over.set()
+        self._looked.wait()
+        return 0.0 if self._since is None else time.monotonic() - self._since
+
+
 class ElasticUpdates(Engine):
     """Local updates of one replica among those that come and go. Begin with `join`, or `load_state_dict` before it.
 
@@ -86,7 +156,7 @@ class ElasticUpdates(Engine):
 
     Attributes: `plan`; `steps_done`; `tokens_read`, where in its slot's data this replica is: those that rounds have
     counted, and those that it has trained on since; `rounds` that it was a member of; `missed`, how often the others
-    went on without it.
+    went on without it; `pace`, the share of the run's inner steps that it takes between two turns.
 
     Raises ConfigError for choices that do not go together, and where replicas were started with different ones.
     """
@@ -128,6 +198,9 @@ class ElasticUpdates(Engine):
         self._tokens = self._sent_tokens = 0  # since the last turn, and in what is under way
         self.rounds: list[Round] = []
         self._next = 0  # of the turns, the one that this replica sends next
+        self.pace = 1.0
+        self._gap = _Gap(0, is_whole=True)
+        self._watch: _Watch | None = None
         self._present = tuple(range(slots))
         # Of the round met last: the outer state that it leads to is others' to have at once, and the model's when due.
         self._version, self._met = 0, {}
@@ -235,9 +308,11 @@ class ElasticUpdates(Engine):
         Where the others have gone on without this replica, the model's parameters, `steps_done` and `tokens_read` are
         from now on as the run has them.
         """
-        self.steps_done += 1
         self._tokens += tokens
         self.tokens_read += tokens
+        self.steps_done = self._gap.after_step(self._until, self.pace)
+        if self._watch is not None and self._watch.says_hurry:
+            self._hurry()
         while self._is_turn():
             self._send()
         if self._under_way is not None and self._under_way[0] <= self.steps_done:
@@ -246,6 +321,7 @@ class ElasticUpdates(Engine):
 
     def finish(self) -> dict[str, float]:
         """Apply what is under way, exchange what has trained since its last turn, and wait for those who come late."""
+        self._end_watch()
         if self._under_way is not None:
             self._apply()
         while self._next < len(self._turns):
@@ -258,6 +334,7 @@ class ElasticUpdates(Engine):
     def close(self) -> None:
         """Leave: nobody waits for this replica, and nothing can be had of it any more."""
         self.elastic.stop()
+        self._end_watch()
         self._pool.shutdown()
         self.elastic.close()
 
@@ -281,16 +358,49 @@ class ElasticUpdates(Engine):
         turn = self._turns[self._next]
         return turn.step <= self.steps_done and not turn.is_closing
 
+    @property
+    def _until(self) -> int:
+        """The step at which this replica's next turn is due, or the run's last."""
+        return self._turns[self._next].step if self._next < len(self._turns) else self.steps
+
+    def _hurry(self) -> None:
+        """The others wait for this replica, or have gone on without it."""
+        number = self._next
+        waited_s = self._end_watch()
+        if self._under_way is not None:
+            self._apply()
+        if len(self.elastic.roll.rounds) > self._next:
+            self.missed += 1
+            self._catch_up()
+        elif self._next == number:
+            self.pace = self._gap.pace_without(waited_s, self.pace, self._until)
+            self.steps_done = self._until
+
+    def _begin_watch(self) -> None:
+        """Look, beside the inner steps, whether others wait for this replica's next turn."""
+        if self._next < len(self._turns):
+            self._watch = _Watch(self.elastic, self._next)
+            self._pool.submit(self._watch.look)
+
+    def _end_watch(self) -> float:
+        """Look no more; returns for how many seconds the others have waited."""
+        watch, self._watch = self._watch, None
+        return 0.0 if watch is None else watch.end()
+
     def _send(self) -> None:
+        self._end_watch()
         if self._under_way is not None:
             self._apply()
             return  # and perhaps this replica has come to where the others are
         turn = self._turns[self._next]
+        self.pace = self._gap.pace_after(self.pace)
+        self._gap = _Gap(self.steps_done, is_whole=True)
         self.elastic.step = turn.step
         meeting = self._pool.submit(self._meet, turn, self._payloads(turn), self._tokens)
         self._sent_tokens, self._tokens = self._tokens, 0
         self._next += 1
         self._under_way = turn.step + (0 if turn.step == self.steps else self.plan.overlap(self.slot)), meeting
+        self._begin_watch()
 
     def _payloads(self, turn: Turn) -> list[Payload]:
         fragment, plan = self.fragments[turn.fragment], self.plan
@@ -344,6 +454,7 @@ class ElasticUpdates(Engine):
 
     def _catch_up(self) -> None:
         """Come to where the others are: the latest round's parameters, at the step after which it was sent."""
+        self._end_watch()
         if not self.elastic.catch_up():
             raise ConfigError(f"slot {self.slot} has another holder, or the run is over and nobody is left of it")
         done = len(self.elastic.roll.rounds)
@@ -354,6 +465,8 @@ class ElasticUpdates(Engine):
             self.steps_done = self._turns[done - 1].step
         self._next, self._tokens = done, 0
         self.tokens_read = self.elastic.roll.tokens(self.slot)
+        self._gap = _Gap(self.steps_done, is_whole=done == 0)
+        self._begin_watch()
 
     def map(self, change: Change) -> None:
         """Refused: what is kept of parameters is others' too."""

@@ -1,0 +1,256 @@
+"""Time to a target loss under three kills: what a method pays for a worker that dies.
+
+    python -m pipelines.kills measure       all methods that results/storm/kills/ has not yet
+    python -m pipelines.kills list          what is there
+
+Each method trains twice on four workers: undisturbed, and with a SIGKILL to one of them at a quarter, a half and three
+quarters of the time that it took undisturbed; `REPLACED_S` later another takes its place. The target is the validation
+loss that the undisturbed run had after `SHARE` of its steps.
+
+    data_parallel    ends with its worker: all are started again when there is another, from the last checkpoint
+    others           go on with three (`lowcomm train --store --slot`), and the fourth comes back to where they are
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from lowcomm.comm.processes import elastic_store
+from pipelines.launch import Tail, torchrun_command
+from pipelines.storm import RESULTS as STORM
+from pipelines.storm import SETTINGS, Fault, Replicas, corpus, endure
+
+RESULTS = STORM / "kills"
+WORKERS, SHARE, REPLACED_S = 4, 0.75, 10.0
+#: The worker that each kill hits, and when: in the time that the undisturbed run took.
+KILLS = ((3, 0.25), (1, 0.5), (0, 0.75))
+#: Steps that take four minutes on two cores; a checkpoint every ten seconds.
+STEPS, CHECKPOINT_EVERY = 6000, 250
+_LOCAL = {"method.sync_every_steps": 40, "checkpoint.every_steps": CHECKPOINT_EVERY}
+#: Runs of params.yaml, and what each is besides what all are.
+METHODS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "data_parallel": (("data_parallel",), {"checkpoint.every_steps": CHECKPOINT_EVERY}),
+    "diloco": (("diloco_m2",), _LOCAL),
+    "streaming": (
+        ("streaming_h30",),
+        _LOCAL
+        | {
+            "method.overlap_steps": "[5]",
+            "method.record_cosine": "false",
+            "method.close_last_round": "true",
+            "train.evaluate_also": "[]",
+        },
+    ),
+    "noloco": (
+        ("noloco", "--variant", "dp8_pp1"),
+        _LOCAL | {"train.record_spread": "false", "train.evaluate_also": "[]"},
+    ),
+}
+
+
+class Here:
+    """Starts commands on this machine, as a testbed does on its nodes."""
+
+    @staticmethod
+    def start(node: int, words: list[str], *, environment: Mapping[str, str], **popen: Any) -> subprocess.Popen:
+        """Start a command; all nodes are this machine."""
+        return subprocess.Popen(words, env=dict(environment), **popen)
+
+
+class DataParallel:
+    """The processes of a data-parallel run under torchrun."""
+
+    def __init__(self, settings: Mapping[str, Any], data: Path, out: Path):
+        words = [*METHODS["data_parallel"][0], "--scale", "smoke", "--data", str(data), "--out", str(out)]
+        words += [f"--set={key}={value}" for key, value in ({"replicas": WORKERS} | dict(settings)).items()]
+        self._command = torchrun_command(WORKERS, "lowcomm.train", *words)
+        self._log = out.with_name("log")
+        self._is_ill = False
+        self._agent = self._start()
+
+    def _start(self) -> subprocess.Popen:
+        told = os.environ | {"OMP_NUM_THREADS": "1"}
+        with self._log.open("a") as log:
+            return subprocess.Popen(self._command, env=told, stdout=log, stderr=subprocess.STDOUT)
+
+    def suffer(self, fault: Fault) -> bool:
+        """Kill a rank, let the job end, and start it again; False where it is over."""
+        if self._agent.poll() is not None:
+            return False
+        self._is_ill = True
+        until = time.monotonic() + fault.seconds
+        for process in psutil.Process(self._agent.pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get("RANK") == str(fault.slot):
+                    process.send_signal(signal.SIGKILL)
+        self._agent.wait()
+        time.sleep(max(0.0, until - time.monotonic()))
+        self._agent = self._start()
+        self._is_ill = False
+        return True
+
+    def check(self) -> None:
+        """Raise RuntimeError, with what it said, where the job has failed by itself."""
+        if not self._is_ill and self._agent.poll() not in (None, 0):
+            raise RuntimeError(f"data-parallel training has ended: {self._log.read_text()[-1000:]}")
+
+    @property
+    def are_training(self) -> bool:
+        """Tell whether the job has not come to its end yet."""
+        return self._is_ill or self._agent.poll() is None
+
+    def stop(self) -> None:
+        """Kill what is left of it."""
+        if self._agent.poll() is None:
+            for process in [*psutil.Process(self._agent.pid).children(recursive=True), self._agent]:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+            self._agent.wait()
+
+
+@contextlib.contextmanager
+def workers(method: str, steps: int, data: Path, out: Path, settings: Mapping[str, Any]) -> Iterator[Any]:
+    """Start the workers of a method, which end with the context."""
+    run, own = METHODS[method]
+    told = dict(settings) | own | {"train.steps": steps, "train.global_batch": 8 * WORKERS}
+    if method == "data_parallel":
+        job = DataParallel(told, data, out)
+        try:
+            yield job
+        finally:
+            job.stop()
+        return
+    store = elastic_store("127.0.0.1:0", hosts=True)
+    replicas = Replicas(Here(), run, told, slots=WORKERS, store=f"127.0.0.1:{store.port}", data=data, out=out)
+    try:
+        yield replicas
+    finally:
+        for child in replicas.running:
+            child.kill()
+            child.wait()
+
+
+class Curve:
+    """Validation losses as they are written down, each with when it was seen."""
+
+    def __init__(self, out: Path):
+        self._out, self.begin, self.last = out, time.monotonic(), 0
+        self._tails: dict[Path, Tail] = {}
+        self._seen: dict[tuple[Path, int], tuple[float, float]] = {}
+
+    def look(self) -> int:
+        """Read on; returns the last step that anybody has trained."""
+        for file in self._out.rglob("metrics/rank-*.jsonl"):
+            for row in self._tails.setdefault(file, Tail(file)).rows():
+                self.last = max(self.last, row["step"])
+                if "val_loss" in row:
+                    at = round(time.monotonic() - self.begin, 2)
+                    self._seen.setdefault((file, row["step"]), (at, row["val_loss"]))
+        return self.last
+
+    def points(self) -> list[list[float]]:
+        """Return [step, seconds, loss]: of several replicas' losses the mean, when the last of them was there."""
+        steps: dict[int, list[tuple[float, float]]] = {}
+        for (_, step), found in self._seen.items():
+            steps.setdefault(step, []).append(found)
+        return [[s, max(at for at, _ in v), statistics.mean(x for _, x in v)] for s, v in sorted(steps.items())]
+
+
+def train(
+    method: str, steps: int, data: Path, work: Path, settings: Mapping[str, Any], kills: list[Fault]
+) -> dict[str, Any]:
+    """Train a method to its end while workers are killed; seconds count from its first step."""
+    work.mkdir()
+    with workers(method, steps, data, work / "run", settings) as some:
+        curve = Curve(work / "run")
+        while not curve.look():
+            some.check()
+            time.sleep(0.1)
+        curve.begin = time.monotonic()
+        faults = endure(some, kills, curve.begin, curve.look)
+    return {"faults": faults, "curve": curve.points(), "seconds": round(time.monotonic() - curve.begin, 2)}
+
+
+def time_to(curve: list[list[float]], target: float) -> float:
+    """Return the seconds after which a loss was at a target or below; infinity where it never was."""
+    return min((at for _, at, loss in curve if loss <= target), default=float("inf"))
+
+
+def point(method: str, data: Path, work: Path, *, steps: int = STEPS, settings: Mapping[str, Any] = SETTINGS) -> dict:
+    """Measure a method: undisturbed, and under three kills."""
+    calm = train(method, steps, data, work / "calm", settings, [])
+    reached = next(row for row in calm["curve"] if row[0] >= SHARE * steps)
+    target = min(loss for step, _, loss in calm["curve"] if step <= reached[0])
+    took = time_to(calm["curve"], target)
+    faults = [Fault(round(share * took, 2), "kill", worker, REPLACED_S) for worker, share in KILLS]
+    killed = train(method, steps, data, work / "killed", settings, faults)
+    return {
+        "method": method,
+        "steps": steps,
+        "workers": WORKERS,
+        "checkpoint_every_steps": CHECKPOINT_EVERY,
+        "replaced_s": REPLACED_S,
+        "target": target,
+        "calm_s": took,
+        "killed_s": time_to(killed["curve"], target),
+        "calm": calm,
+        "killed": killed,
+        "device": f"{os.cpu_count()} cores, {platform.machine()}",
+    }
+
+
+def told(p: dict[str, Any]) -> str:
+    """Return what a point says, in a line."""
+    return (
+        f"{p['method']:14} to {p['target']:.4f}: {p['calm_s']:6.1f} s undisturbed, {p['killed_s']:6.1f} s under"
+        f" {len(p['killed']['faults'])} kills: {p['killed_s'] / p['calm_s']:.2f} times"
+    )
+
+
+def points(results: Path = RESULTS) -> list[dict[str, Any]]:
+    """Return what has been measured, in the order of `METHODS`."""
+    files = [results / f"{method}.json" for method in METHODS]
+    return [json.loads(file.read_text()) for file in files if file.exists()]
+
+
+def measure(results: Path = RESULTS, report: Callable[[str], None] = print) -> None:
+    """Measure all methods that are not there yet."""
+    with tempfile.TemporaryDirectory() as folder:
+        data = corpus(Path(folder) / "data")
+        for method in METHODS:
+            if not (file := results / f"{method}.json").exists():
+                (work := Path(folder) / method).mkdir()
+                found = point(method, data, work)
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(json.dumps(found) + "\n")
+                report(told(found))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; see the module's docstring."""
+    parser = argparse.ArgumentParser(prog="python -m pipelines.kills", description=__doc__.split("\n")[0])
+    parser.add_argument("what", choices=("measure", "list"))
+    if parser.parse_args(argv).what == "list":
+        print("\n".join(map(told, points())))
+    else:
+        measure()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

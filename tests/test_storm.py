@@ -1,0 +1,91 @@
+"""A storm of minutes in seconds: replicas over a testbed are killed, stopped and cut off, and the run ends well."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+
+import pytest
+
+from lowcomm.comm.testbed import missing
+from pipelines import kills, links, storm
+from pipelines.storm import Fault
+
+SMALL = storm.SETTINGS | {
+    "model.vocab_size": links.VOCAB,
+    "data.corpus": "docstrings",
+    "data.vocab_size": links.VOCAB,
+    "data.max_characters": 400_000,
+    "data.tokenizer_characters": 4_000_000,
+    "train.eval_every": 50,
+    "train.eval_sequences": 8,
+    "method.sync_every_steps": 20,
+    "method.overlap_steps": "[8]",
+    "method.mixing": 0.5,
+    "checkpoint.every_steps": 40,
+}
+
+
+@pytest.mark.fault(
+    "of three replicas over a testbed one is killed, one stopped and one's link cut, one after the other",
+    "rounds go on without; each is back in one; all end with the same loss",
+)
+@pytest.mark.longest
+@pytest.mark.skipif(bool(missing()), reason=f"no testbed here: {missing()}")
+def test_a_run_comes_through_a_storm(tmp_path: Path) -> None:
+    schedule = [Fault(1.0, "stop", 2, 4.0), Fault(9.0, "cut", 0, 4.0), Fault(16.0, "kill", 1, 1.0)]
+    data = links.corpus(tmp_path / "data")
+    seen = storm.run(1800, schedule, tmp_path, slots=3, data=data, settings=SMALL)
+    assert [f["kind"] for f in seen["faults"]] == ["stop", "cut", "kill"]
+    assert len(seen["rounds"]) == 90
+    assert len(set(seen["val_loss"])) == 1
+    assert len(storm.returns(seen)) == 3
+    for fault in seen["faults"]:
+        assert any(fault["slot"] not in r["slots"] for r in seen["rounds"])
+    assert seen["tokens"] == sum(r["tokens"] for r in seen["rounds"])
+    assert 0.5 < storm.participation(seen) <= 1
+    assert storm.present(seen) < storm.participation(seen)
+    told = storm.figures(seen, seen)
+    assert told["throughput"] == told["loss"] == told["tokens"] == 1
+    assert told["participation"] == storm.participation(seen)
+
+
+def test_faults_are_drawn_of_a_seed_and_spare_who_has_one() -> None:
+    drawn = storm.faults(3, 600.0, 3600.0)
+    assert drawn == storm.faults(3, 600.0, 3600.0)
+    assert {f.kind for f in drawn} == {"kill", "stop", "cut"}
+    assert 300 < len(drawn) < 650
+    for slot in range(storm.SLOTS):
+        own = [f for f in drawn if f.slot == slot]
+        assert all(b.at > a.at + a.seconds for a, b in itertools.pairwise(own))
+
+
+def test_what_is_said_of_a_storm_is_what_happened() -> None:
+    fault = {"at": 10.0, "kind": "kill", "slot": 1, "seconds": 2.0}
+    rounds = [
+        {"at": 5.0, "slots": [0, 1], "tokens": 20, "attempt": 1},
+        {"at": 11.0, "slots": [0], "tokens": 10, "attempt": 2},
+        {"at": 13.0, "slots": [0], "tokens": 10, "attempt": 1},
+        {"at": 15.0, "slots": [0, 1], "tokens": 20, "attempt": 1},
+    ]
+    seen = {"slots": 2, "faults": [fault], "rounds": rounds}
+    assert storm.returns(seen) == [3.0]
+    assert storm.returns(seen, "cut") == []
+    assert storm.throughput(seen) == 4.0
+    assert storm.participation(seen) == (1 + 1 + 0.5 + 1) / 4
+    assert storm.present(seen) == 0.75
+
+
+def test_the_time_to_a_loss_is_when_all_have_told(tmp_path: Path) -> None:
+    for slot, losses in enumerate([[3.0, 2.0], [3.2, 2.4]]):
+        file = tmp_path / f"slot-{slot}" / "metrics" / "rank-000.jsonl"
+        file.parent.mkdir(parents=True)
+        rows = [f'{{"step": {step}, "val_loss": {loss}}}\n' for step, loss in zip((10, 20), losses, strict=True)]
+        file.write_text("".join(rows) + '{"step": 21, "lo')
+    curve = kills.Curve(tmp_path)
+    assert curve.look() == 20
+    found = curve.points()
+    assert [(step, loss) for step, _, loss in found] == [(10, 3.1), (20, pytest.approx(2.2))]
+    assert kills.time_to([[10, 4.0, 3.1], [20, 8.0, 2.2], [30, 9.0, 2.3]], 2.3) == 8.0
+    assert kills.time_to([[10, 4.0, 3.1]], 2.3) == math.inf
