@@ -25,6 +25,11 @@ it has ended, and goes on with whoever is there (`lowcomm.ElasticUpdates`). Each
     lowcomm store 29400                                            on a machine that stays
     lowcomm train diloco_m2 --store that-machine:29400 --slot 0    and --slot 1 on another
 
+A replica that is a pipeline is a torchrun of its own, which starts all of its stages again when one has failed:
+
+    torchrun --standalone --nproc-per-node 2 --max-restarts 10 -m lowcomm.train diloco_m2 \\
+        --set stages=2 --store that-machine:29400 --slot 0
+
 Under SLURM, sbatch of
 
     #!/bin/bash
@@ -51,7 +56,7 @@ from typing import Any
 
 import torch
 
-from lowcomm.comm.start import world_from_torchrun
+from lowcomm.comm.start import world, world_from_torchrun
 from lowcomm.comm.world import World
 from lowcomm.experiment.config import RunConfig
 from lowcomm.experiment.project import Project, overrides, points
@@ -224,8 +229,10 @@ def _train_slot(args: argparse.Namespace) -> None:
     from lowcomm.comm.processes import elastic_store
     from lowcomm.experiment.elastic import train_elastic
 
+    own: World | None = None
     try:
         ((config, folder, data),) = _points(args)
+        own = world(replicas=1, stages=config.stages, comm=config.comm)
         said = {"grace_s": args.grace, "silence_s": args.silence, "timeout_s": args.timeout}
         rules = Rules(**{name: value for name, value in said.items() if value is not None})
         torch.set_num_threads(1)  # as under torchrun
@@ -237,12 +244,18 @@ def _train_slot(args: argparse.Namespace) -> None:
             folder,
             rules=rules,
             quorum=args.quorum,
+            own=own,
             on_row=Progress(config),
             again=args.again,
         )
-        print(_told(config, folder, summary), flush=True)
+        if own.rank == 0:
+            print(_told(config, folder, summary), flush=True)
+        own.close()
     except Exception as error:
-        _say(f"slot {args.slot}", error)
+        who = f"slot {args.slot}" + (f", stage {own.stage}" if own is not None and own.stages > 1 else "")
+        _say(who, error)
+        if own is not None:
+            own.transport.abort(f"{who} failed: {type(error).__name__}: {error}")
         os._exit(1)
 
 

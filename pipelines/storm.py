@@ -49,7 +49,7 @@ RESULTS = ROOT / "results" / "storm"
 SLOTS, PORT = 8, 29400
 GRACE_S, SILENCE_S, TIMEOUT_S = 1.5, 1.5, 6.0
 #: So many steps take half an hour on two cores, and so many faults are drawn in an hour, of which some are spared.
-STEPS, PER_HOUR = 23_000, 150.0
+STEPS, PER_HOUR = 18_000, 180.0
 #: Seconds between two looks at what processes hold; the share of a storm's rounds after which no fault comes any more.
 LOOK_S, CALM_AT_END = 10.0, 0.96
 CORPUS = CorpusConfig("python", packages=("sympy", "pandas", "networkx", "matplotlib", "numpy", "torch"))
@@ -164,23 +164,23 @@ class Replicas:
         child = self.running[fault.slot]
         if child.poll() is not None:
             return False
+        begin, over = {
+            "kill": (lambda: (child.kill(), child.wait()), lambda: self.start_again(fault.slot)),
+            "stop": (lambda: child.send_signal(signal.SIGSTOP), lambda: child.send_signal(signal.SIGCONT)),
+            "cut": (lambda: self.nodes.cut(fault.slot), lambda: self.nodes.mend(fault.slot)),
+        }[fault.kind]
         self.is_ill[fault.slot] = True
-        if fault.kind == "kill":
-            child.kill()
-            child.wait()
-        elif fault.kind == "stop":
-            child.send_signal(signal.SIGSTOP)
-        else:
-            self.nodes.cut(fault.slot)
-        time.sleep(fault.seconds)
-        if fault.kind == "kill":
-            self.running[fault.slot] = self.start(fault.slot)
-        elif fault.kind == "stop":
-            child.send_signal(signal.SIGCONT)
-        else:
-            self.nodes.mend(fault.slot)
-        self.is_ill[fault.slot] = False
+        try:
+            begin()
+            time.sleep(fault.seconds)
+            over()
+        finally:
+            self.is_ill[fault.slot] = False
         return True
+
+    def start_again(self, slot: int) -> None:
+        """Start a slot whose process has ended."""
+        self.running[slot] = self.start(slot)
 
     def check(self) -> None:
         """Raise RuntimeError, with what it said, where a process has failed by itself."""
@@ -258,8 +258,8 @@ def watch(address: str, slots: int, out: Path) -> None:
         while True:
             try:
                 entry = log.read(roll.length)
-            except CommError:
-                return
+            except CommError:  # it will answer again; else this process ends with the testbed
+                continue
             if entry is None:
                 time.sleep(0.02)
                 continue
@@ -314,6 +314,8 @@ def run(
     rows = [json.loads(line) for line in rounds_file.read_text().splitlines()]
     rounds = [row | {"at": round(row["at"] - begin, 2)} for row in rows]
     summaries = [json.loads((out / f"slot-{slot:03d}" / "summary.json").read_text()) for slot in range(slots)]
+    if [sorted(r["slots"]) for r in summaries[0]["rounds"]] != [r["slots"] for r in rounds]:
+        raise RuntimeError(f"the log has {len(rounds)} rounds, the run {len(summaries[0]['rounds'])}, or other slots")
     curve = [
         [row["step"], row["rounds"], round(row["val_loss"], 4)]
         for slot in range(slots)
@@ -383,6 +385,7 @@ def figures(calm: dict[str, Any], storm: dict[str, Any]) -> dict[str, float]:
         "at_first_attempt": statistics.mean(r["attempt"] == 1 for r in storm["rounds"]),
         "participation": participation(storm),
         "present": present(storm),
+        "recovered": len(kills) / max(1, sum(fault["kind"] == "kill" for fault in storm["faults"])),
         "back_s": statistics.median(kills) if kills else float("nan"),
         "tokens_lost": storm["tokens_lost"] / (storm["tokens"] + storm["tokens_lost"]),
         "loss": loss / loss_in_calm,

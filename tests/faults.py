@@ -10,10 +10,12 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 
-from lowcomm.comm.membership import Exchange, Fetch, Look, Member, Request, Roll, Rules, Say
+from lowcomm.comm.membership import NO_ANSWER, Exchange, Fetch, Look, Member, Request, Roll, Rules, Say
+from lowcomm.comm.transport import CommError
 
 RULES = Rules(timeout_s=3.0, grace_s=1.0, silence_s=3.0)
 #: Seconds of a step; between two looks at the log.
@@ -27,7 +29,8 @@ class Fault:
     """What happens at a time.
 
     kind: "kill" (`slots` die, and are back after `seconds`), "pause", "cut" (`slots` and `others` lose sight of each
-    other), "offline" (`slots` lose sight of the log), "corrupt" (some messages after this), "wipe" (disks are lost).
+    other), "offline" (`slots` lose sight of the log), "slow" (what `slots` send takes as long as others wait, or
+    half of that), "corrupt" (some messages after this), "wipe" (disks are lost).
     """
 
     at: float
@@ -43,7 +46,7 @@ def schedule(seed: int, slots: int, span: float) -> list[Fault]:
     found = []
     for _ in range(draw.randint(1, 8)):
         at, one = draw.uniform(0, span), draw.randrange(slots)
-        kind = draw.choice(["kill", "kill", "pause", "cut", "offline", "corrupt", "all die", "late", "wipe"])
+        kind = draw.choice(["kill", "kill", "pause", "cut", "offline", "slow", "corrupt", "all die", "late", "wipe"])
         if kind == "cut":
             side = [slot for slot in range(slots) if draw.random() < 0.5]
             others = tuple(slot for slot in range(slots) if slot not in side)
@@ -63,8 +66,9 @@ class Faulty:
     """The simulation.
 
     Attributes: `log`; `ended`, the last state of each replica that came to the end; `seen`, of each version all states
-    that replicas had of it; `fetched`, the versions that were taken from donors; `trained`, of each version and slot
-    the first token and the one after the last; `wrong`, what replicas themselves found not to be as promised.
+    that replicas had of it; `asked`, of all who were asked for the agreed state their version, and the latest; `sent`,
+    how many messages there were of each attempt; `trained`, of each version and slot the first token and the one after
+    the last; `wrong`, what replicas themselves found not to be as promised.
     """
 
     def __init__(self, faults: Iterable[Fault], *, slots: int, quorum: int, rounds: int, seed: int = 0):
@@ -77,6 +81,7 @@ class Faulty:
         self._lives: dict[str, Generator[float, None, None]] = {}
         self._still: dict[str, float] = {}  # who -> until when
         self._cuts: list[tuple[float, set[str], set[str]]] = []
+        self._slow: dict[str, float] = {}  # slot -> until when
         self._corrupt = 0
         self._boxes: dict[tuple, tuple[float, ...] | None] = {}
         self._served: dict[str, State] = {}
@@ -84,7 +89,8 @@ class Faulty:
         self._starts = [0] * slots
         self.ended: dict[str, State] = {}
         self.seen: dict[int, set[State]] = {}
-        self.fetched: list[int] = []
+        self.asked: list[tuple[int, int]] = []
+        self.sent: Counter[tuple[int, int]] = Counter()
         self.trained: dict[tuple[int, int], tuple[int, int]] = {}
         self.wrong: list[str] = []
         for slot in range(slots):
@@ -98,6 +104,11 @@ class Faulty:
             self.now, _, event = heapq.heappop(self._events)
             event()
         return self.now
+
+    def loss(self) -> float:
+        """The expected loss of the parameters agreed at the end on a token: its squared distance, of variance 0.25."""
+        _, agreed, _ = next(iter(self.ended.values()))
+        return 0.25 + sum((a - 1) ** 2 for a in agreed) / len(agreed)
 
     def roll(self) -> Roll:
         """What the log says at the end."""
@@ -140,6 +151,8 @@ class Faulty:
                 self._at(until, lambda slot=slot: self._start(slot))
         elif fault.kind == "pause":
             self._still |= {who: max(until, self._still.get(who, 0)) for who in of}
+        elif fault.kind == "slow":
+            self._slow |= {str(slot): until for slot in fault.slots}
         elif fault.kind == "corrupt":
             self._corrupt += 2
         elif fault.kind == "wipe":
@@ -164,8 +177,12 @@ class Faulty:
         sent: tuple[float, ...] | None = values
         if self._corrupt and self.draw.random() < 0.5:
             self._corrupt, sent = self._corrupt - 1, None  # its checksum does not fit
+        self.sent[key] += 1
+        delay = self._delay()
+        if self._slow.get(source.partition(".")[0], 0) > self.now:
+            delay += self.draw.choice([0.5, 1.0]) * RULES.silence_s
         if self._sees(source, to):
-            self._at(self.now + self._delay(), arrive)
+            self._at(self.now + delay, arrive)
 
     # A replica; all yield seconds to wait
 
@@ -178,7 +195,11 @@ class Faulty:
         yield from self._drive(member, member.join(state[0]), carried)
         while True:
             self._served[who] = state
-            if not (yield from self._drive(member, member.catch_up(), carried)):
+            try:
+                if not (yield from self._drive(member, member.catch_up(), carried)):
+                    return
+            except CommError:  # nothing reaches it; it is started again
+                self._at(self.now + 1, lambda: self._start(slot))
                 return
             state = carried.pop("fetched", state)
             self._served[who] = state
@@ -258,14 +279,15 @@ class Faulty:
         return ""
 
     def _fetch(self, member: Member, donor: str, carried: dict) -> Generator[float, None, int | None]:
-        end = self.now + RULES.timeout_s
+        end, roll, wanted = self.now + RULES.timeout_s, member.roll, member.roll.latest
+        self.asked.append((roll.version[donor], wanted))
         yield 2 * self._delay() + self.draw.uniform(0, 0.05)
         while self.now < end:
             if donor in self._served and self._sees(member.who, donor) and self._still.get(donor, 0) <= self.now:
                 state = self._served[donor]
-                if member.roll.rounds_of(state[0]) > member.roll.rounds_of(member.version):
-                    carried["fetched"] = state
-                    self.fetched.append(state[0])
-                return state[0]
+                if state[0] >= wanted:
+                    if roll.rounds_of(state[0]) > roll.rounds_of(member.version):
+                        carried["fetched"] = state
+                    return state[0]
             yield LOOK_S
-        return None
+        return NO_ANSWER if donor in self._served and self._sees(member.who, donor) else None

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import math
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -17,12 +20,13 @@ import pytest
 import torch
 
 from lowcomm.codecs import make_codec
+from lowcomm.comm import axis
 from lowcomm.comm.config import CommConfig
 from lowcomm.comm.processes import PIECE_BYTES, PIECES_AHEAD
 from lowcomm.comm.shares import encoded_mean_bytes, encoded_mean_in_shares, mean_bytes, ring_seconds, shares
 from lowcomm.comm.start import run_threads
 from lowcomm.comm.threads import ThreadHub, ThreadTransport
-from lowcomm.comm.transport import CommError
+from lowcomm.comm.transport import CommError, Header
 from lowcomm.comm.wire import Span, Trace
 from lowcomm.comm.world import World
 from lowcomm.settings import ConfigError
@@ -217,6 +221,22 @@ def test_ranks_that_disagree_hear_of_it_by_name(case: str, theirs: dict[int, str
         assert f"rank {rank}: CommError: rank {rank} (replica {rank} of 2)" in str(processes.value)
 
 
+@pytest.mark.fault("a message of no time, of an unknown device or of an unknown type", "all end, and it is named")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"begin": math.nan}, "sent at nan s, which is no time"),
+        ({"begin": math.inf}, "sent at inf s, which is no time"),
+        ({"device": "abacus"}, "sent from device abacus, and this rank has"),
+        ({"dtype": "torch.uuid"}, "sent values of type torch.uuid, which is none of torch's"),
+    ],
+)
+def test_messages_that_cannot_be_are_named(change: dict, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(axis, "Header", lambda *fields: dataclasses.replace(Header(*fields), **change))
+    with pytest.raises(CommError, match=f"rank . {message}"):
+        run_threads(lambda world: world.exchange(torch.zeros(4), purpose="outer"), replicas=2)
+
+
 @pytest.mark.fault("a rank of a fixed group fails", "all ranks end, with its reason")
 def test_a_rank_that_raises_ends_all_with_its_reason(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="this rank has had enough"):
@@ -238,6 +258,21 @@ def test_a_silent_rank_times_out_by_name(tmp_path: Path) -> None:
 def test_a_killed_rank_is_missed_by_name(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"rank 0 .*for 'outer': (waiting for|sending to) rank 1"):
         as_processes("peer_is_killed", 2, tmp_path, timeout_s=60)
+
+
+@pytest.mark.fault("a rank is never started", "the others end after `comm.timeout_s`, and say that it is not there")
+def test_a_rank_that_is_never_started_is_not_waited_for_for_ever() -> None:
+    """The first rank, who would keep the store, and another one."""
+    words = "from lowcomm.comm.processes import ProcessTransport; ProcessTransport('gloo', 3.0)"
+    for rank in ("0", "1"):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = str(free.getsockname()[1])
+        told = {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        child = subprocess.run(
+            [sys.executable, "-c", words], env=clean_environment(**told), capture_output=True, text=True, timeout=60
+        )
+        assert child.returncode == 1
+        assert "CommError: " in child.stderr.splitlines()[-1]
 
 
 @pytest.mark.fault("the machine with torchrun's store freezes", "all ranks end after `comm.timeout_s`")

@@ -114,7 +114,7 @@ def test_bad_settings_are_refused_by_name(path: str, value: Any, message: str) -
 
 
 @pytest.mark.fault(
-    "params.yaml is empty, has tabs, a key twice, or an alias that multiplies",
+    "params.yaml is empty, has tabs, a key twice, or a section that is none",
     "one line with the file and the rule",
 )
 @pytest.mark.parametrize(

@@ -252,6 +252,17 @@ def test_a_damaged_or_missing_shard_is_named(corpus: Path, tmp_path: Path) -> No
         TokenData(folder, seq_len=32, global_batch=4, seed=0)
 
 
+@pytest.mark.fault("the tokenizer of a corpus is another one, or missing", "named at the start")
+def test_a_changed_or_missing_tokenizer_is_named(corpus: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(corpus, tmp_path / "copy")
+    (folder / "tokenizer.model").write_bytes(b"another")
+    with pytest.raises(ConfigError, match=r"tokenizer\.model is not the one of its card: prepare the corpus again"):
+        TokenData(folder, seq_len=16, global_batch=4, seed=0)
+    (folder / "tokenizer.model").unlink()
+    with pytest.raises(ConfigError, match=r"tokenizer\.model is gone: prepare the corpus again"):
+        TokenData(folder, seq_len=16, global_batch=4, seed=0)
+
+
 @pytest.mark.fault("a corpus' card is no card", "the file and the rule are named")
 @pytest.mark.parametrize(
     ("text", "message"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import socket
@@ -217,6 +218,80 @@ def test_who_moves_or_is_alive_is_waited_for_and_who_has_ended_is_not() -> None:
 
     in_threads(end, wait)
     b.close()
+
+
+@pytest.mark.fault(
+    "a new connection takes the place of one, and what is to be sent over it takes a while to pack",
+    "the sender is not taken for one that has ended",
+)
+def test_a_connection_that_is_replaced_is_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = two_messengers()
+    a.send("b", "values", (0, 1, 0), b"known from now on")
+    of_bytes = zlib.crc32
+
+    def slowly(data: bytes) -> int:
+        time.sleep(0.5 if len(data) > 100 else 0)
+        return of_bytes(data)
+
+    monkeypatch.setattr(zlib, "crc32", slowly)
+
+    def wait() -> bytes:
+        return b.take("a", "values", (0, 2, 0), within_s=10, go_on=lambda: True)
+
+    def send() -> None:
+        time.sleep(0.1)
+        a.send("b", "values", (0, 2, 0), bytes(1000), anew=True)
+
+    assert in_threads(send, wait)[1] == bytes(1000)
+    a.close()
+    b.close()
+
+
+@pytest.mark.fault(
+    "the log does not answer while a message of one who is gone is waited for", "the one is named all the same"
+)
+def test_silence_ends_though_the_log_is_slow() -> None:
+    a, b = two_messengers()
+
+    def go_on() -> bool:
+        time.sleep(1.0)
+        return True
+
+    begin = time.monotonic()
+    with pytest.raises(NoAnswer, match="a: no word from it"):
+        b.take("a", "values", (0, 1, 0), within_s=0.4, go_on=go_on)
+    assert time.monotonic() - begin < 10
+    a.close()
+    b.close()
+
+
+def test_whoever_is_reached_hears_before_anything_is_sent() -> None:
+    a, b = two_messengers()
+    a.beat(["b"])  # there is no connection that it could go over
+    time.sleep(0.1)
+    assert b.heard("a") == -math.inf
+    a.reach(["b", "nobody"])
+    end = time.monotonic() + 10
+    while b.heard("a") == -math.inf and time.monotonic() < end:
+        time.sleep(0.01)
+    assert b.heard("a") > -math.inf
+    a.close()
+    b.close()
+
+
+def test_connections_to_those_who_are_gone_are_let_go_of() -> None:
+    a, b = two_messengers()
+    others = [
+        Messenger(f"c{i}", host="127.0.0.1", timeout_s=1.0, address_of=lambda who: a.address, serve=lambda n: b"")
+        for i in range(5)
+    ]
+    a._address_of = {"b": b.address, **{one.who: one.address for one in others}}.get
+    for one in [b, *others]:
+        a.send(one.who, "values", (0, 1, 0), b"x")
+    a.forget(1, {"b"})
+    assert list(a._to) == ["b"]
+    for one in [a, b, *others]:
+        one.close()
 
 
 @pytest.mark.fault(

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -18,10 +19,13 @@ from lowcomm import ConfigError, elastic_store
 from lowcomm.comm.elastic import SharedLog
 from lowcomm.comm.membership import Roll, Rules
 from lowcomm.comm.notes import Notes
+from lowcomm.comm.start import run_threads
+from lowcomm.comm.world import World
 from lowcomm.experiment.config import RunConfig
 from lowcomm.experiment.elastic import train_elastic
 from lowcomm.experiment.run_folder import read_metrics
 from lowcomm.experiment.train import train_in_threads
+from pipelines.launch import torchrun_command
 from tests.conftest import command_line, small_run
 from tests.harness import clean_environment, in_threads
 
@@ -35,6 +39,26 @@ def in_slots(config: RunConfig, store: Notes, corpus: Path, folder: Path) -> lis
         return train_elastic(config, elastic_store(f"127.0.0.1:{store.port}"), slot, corpus, folder, rules=PATIENT)
 
     return in_threads(*(lambda slot=slot: one(slot) for slot in range(config.replicas)))
+
+
+class Watch:
+    """Follows the log of a run whose replicas are processes."""
+
+    def __init__(self, store: Notes, *, slots: int, quorum: int, children: list[subprocess.Popen]):
+        self.log, self.roll = SharedLog(elastic_store(f"127.0.0.1:{store.port}")), Roll(slots, quorum)
+        self.children = children
+
+    def wait_for(self, *slots: int) -> None:
+        """Wait for a round of these slots alone, from now on."""
+        end, there = time.monotonic() + 120, len(self.roll.rounds)
+        while not any(set(r.slots) == set(slots) for r in self.roll.rounds[there:]):
+            for child in self.children:
+                assert child.poll() in (None, -signal.SIGKILL), child.communicate()[0]
+            assert time.monotonic() < end
+            if (entry := self.log.read(self.roll.length)) is not None:
+                self.roll.take(entry)
+            else:
+                time.sleep(0.02)
 
 
 #: Runs at which nothing of another replica is asked for, and what makes them small.
@@ -90,28 +114,15 @@ def test_a_run_outlives_a_kill_and_one_that_leaves(store: Notes, corpus: Path, t
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         return subprocess.Popen([*words, "--quorum", "2"], env=clean_environment(), **pipes)
 
-    log, roll = SharedLog(elastic_store(f"127.0.0.1:{store.port}")), Roll(3, 2)
-
-    def wait_for(*slots: int) -> None:
-        """Wait for a round of these slots alone, from now on."""
-        end, there = time.monotonic() + 120, len(roll.rounds)
-        while not any(set(r.slots) == set(slots) for r in roll.rounds[there:]):
-            for child in children:
-                assert child.poll() in (None, -signal.SIGKILL), child.communicate()[0]
-            assert time.monotonic() < end
-            if (entry := log.read(roll.length)) is not None:
-                roll.take(entry)
-            else:
-                time.sleep(0.02)
-
     children = [start(slot) for slot in range(3)]
+    watch = Watch(store, slots=3, quorum=2, children=children)
     try:
-        wait_for(0, 1, 2)
+        watch.wait_for(0, 1, 2)
         children[1].kill()
-        wait_for(0, 2)
+        watch.wait_for(0, 2)
         children[1].communicate()
         children[1] = start(1)
-        wait_for(0, 1, 2)
+        watch.wait_for(0, 1, 2)
         children[2].send_signal(signal.SIGTERM)
         said = children[2].communicate(timeout=60)[0]
         assert children[2].returncode == 0
@@ -137,13 +148,79 @@ def test_a_run_outlives_a_kill_and_one_that_leaves(store: Notes, corpus: Path, t
     assert summaries[0]["participation"] == sum(len(r["slots"]) for r in rounds) / len(rounds) / 3
 
 
+def test_without_faults_a_run_of_pipelines_is_the_same_bit_for_bit(store: Notes, corpus: Path, tmp_path: Path) -> None:
+    config = small_run(stages=2, train={"accumulation": 2})
+    train_in_threads(config, corpus, tmp_path / "whole")
+
+    def slot(number: int) -> list[dict[str, Any]]:
+        def stage(own: World) -> dict[str, Any]:
+            notes = elastic_store(f"127.0.0.1:{store.port}")
+            return train_elastic(config, notes, number, corpus, tmp_path / "run", rules=PATIENT, own=own)
+
+        return run_threads(stage, replicas=1, stages=2)
+
+    summaries = [stages[0] for stages in in_threads(lambda: slot(0), lambda: slot(1))]
+    weights = load_file(tmp_path / "whole/model.safetensors")
+    for number, summary in enumerate(summaries):
+        own = load_file(tmp_path / f"run/slot-{number:03d}/model.safetensors")
+        assert own.keys() == weights.keys()
+        assert all(torch.equal(own[name], value) for name, value in weights.items())
+        assert summary["participation"] == 1
+
+
+@pytest.mark.fault(
+    "a stage of a replica that is a pipeline is killed (SIGKILL)",
+    "the replica leaves as a whole; torchrun starts its stages again, which come to where the others are",
+)
+@pytest.mark.longest
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_a_pipeline_leaves_as_a_whole_and_comes_back(store: Notes, corpus: Path, tmp_path: Path) -> None:
+    config = small_run(stages=2, train={"steps": 800, "accumulation": 2}, checkpoint={"every_steps": 20})
+
+    def start(slot: int) -> subprocess.Popen:
+        words = command_line(config, corpus, tmp_path / "run")
+        words += ["--store", f"127.0.0.1:{store.port}", "--slot", str(slot), "--grace", "1", "--timeout", "5"]
+        command = torchrun_command(2, "lowcomm.train", *words)
+        command[command.index("-m", 2) :] = ["--max-restarts", "1", *command[command.index("-m", 2) :]]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        return subprocess.Popen(command, env=clean_environment(), **pipes)
+
+    children = [start(slot) for slot in range(2)]
+    watch = Watch(store, slots=2, quorum=1, children=children)
+    try:
+        watch.wait_for(0, 1)
+        stages = psutil.Process(children[1].pid).children()
+        next(stage for stage in stages if stage.environ()["RANK"] == "1").kill()
+        watch.wait_for(0)
+        watch.wait_for(0, 1)
+        for child in children:
+            said, _ = child.communicate(timeout=120)
+            assert child.returncode == 0, said
+    finally:
+        for child in children:
+            child.terminate()
+            child.communicate()
+    summaries = [json.loads((tmp_path / f"run/slot-{slot:03d}/summary.json").read_text()) for slot in range(2)]
+    assert summaries[0]["rounds"] == summaries[1]["rounds"]
+    assert len({s["val_loss"] for s in summaries}) == 1
+    first, second = (load_file(tmp_path / f"run/slot-{slot:03d}/model.safetensors") for slot in range(2))
+    assert all(torch.equal(first[name], value) for name, value in second.items())
+    each = config.local_batch * config.train.seq_len
+    for slot, counted in summaries[0]["tokens_of_slots"].items():
+        assert counted == 4 * each * sum(int(slot) in r["slots"] for r in summaries[0]["rounds"])
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
         ({"replicas": 1}, "slot 1 is none of the 1 of run diloco_m2: they count from 0"),
         ({"method": {"record_cosine": True}}, "method.record_cosine asks for what other replicas have"),
         ({"train": {"record_spread": True}}, "train.record_spread asks for what other replicas have"),
-        ({"stages": 2}, "elastic replicas hold whole models, not stages = 2"),
+        ({"stages": 2}, "1 ranks do not form pipelines of 2 stages: start a multiple of 2"),
+        (
+            {"stages": 2, "method": {"route": "random"}},
+            "elastic replicas are pipelines of their own, not method.route = random",
+        ),
     ],
 )
 def test_what_no_elastic_run_can_do_is_refused(

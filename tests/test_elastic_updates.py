@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -15,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from lowcomm import CommError, ConfigError, LocalUpdates, elastic_store, run_threads, slice_parameters
-from lowcomm.comm.elastic import SharedLog
+from lowcomm.comm.elastic import Frame, SharedLog
 from lowcomm.comm.membership import Lost, Roll, Rules
 from lowcomm.comm.notes import Notes
+from lowcomm.comm.world import World
 from lowcomm.methods.elastic import ElasticUpdates
 from tests.harness import clean_environment, in_threads
 
@@ -137,6 +139,53 @@ def test_without_faults_it_is_local_updates_bit_for_bit(method: str, replica: Ca
             assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("method", ALL)
+def test_without_faults_pipelines_are_local_updates_bit_for_bit(method: str, replica: Callable) -> None:
+    """Of two stages, each with parameters of its own: the first leads, and they send and apply after the same steps."""
+
+    def of_stage(net: Net, stage: int) -> Net:
+        with torch.no_grad():
+            for p in net.parameters():
+                p.add_(0.1 * stage)
+        return net
+
+    def whole(slot: int, own: World) -> list[Tensor]:
+        net, sync = replica(slot, method, slots=2, quorum=1, model=of_stage(Net(slot, method), own.stage), world=own)
+        assert trained(net, sync) == list(range(STEPS))
+        assert sync.rounds_done == len(sync.rounds)
+        return [*net.parameters(), *(f.agreed for f in sync.fragments)]
+
+    def plain(world: World) -> list[Tensor]:
+        net = of_stage(Net(world.replica, method), world.stage)
+        sync = LocalUpdates(net, world, steps=STEPS, **ALL[method])
+        optimizer = torch.optim.SGD(net.trained, lr=0.05)
+        for index in range(STEPS):
+            train_step(net, optimizer, batch(world.replica, index))
+            sync.step()
+        sync.finish()
+        return [*net.parameters(), *(f.agreed for f in sync.fragments)]
+
+    def pipeline(slot: int) -> list[list[Tensor]]:
+        return run_threads(lambda own: whole(slot, own), replicas=1, stages=2)
+
+    elastic = in_threads(lambda: pipeline(0), lambda: pipeline(1))
+    ranks = run_threads(plain, replicas=2, stages=2)  # the replicas of the first stage, then those of the second
+    for rank, theirs in enumerate(ranks):
+        stage, slot = divmod(rank, 2)
+        for a, b in zip(elastic[slot][stage], theirs, strict=True):
+            assert torch.equal(a, b)
+    assert not torch.equal(ranks[0][-1], ranks[2][-1])
+
+
+def test_stages_that_would_take_turns_apart_are_refused(replica: Callable) -> None:
+    def one(own: World) -> None:
+        net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3 - own.stage)))
+        replica(0, "streaming", model=net, world=own)
+
+    with pytest.raises(ConfigError, match="after the same steps, but stage 1 has 2 fragments and the first 3"):
+        run_threads(one, replicas=1, stages=2)
+
+
 @pytest.mark.fault(
     "one of three machines is ten times slower", "it is in every round, with fewer tokens, and nobody waits"
 )
@@ -173,7 +222,7 @@ def test_a_slow_machine_takes_fewer_steps_and_is_in_every_round(replica: Callabl
 
 
 @pytest.mark.fault(
-    "a replica of DiLoCo, Streaming or slices leaves, with transfers on their way, and comes back",
+    "a replica of DiLoCo or Streaming leaves between two rounds, and another start of it comes back",
     "rounds go on without it; it begins from what the others have agreed",
 )
 @pytest.mark.parametrize("method", METHODS)
@@ -219,6 +268,60 @@ def test_one_that_leaves_is_done_without_and_another_start_of_it_comes_back(meth
     for _, sync in found:
         for mine, theirs in zip(sync.fragments, found[0][1].fragments, strict=True):
             assert torch.equal(mine.agreed, theirs.agreed)
+
+
+@pytest.mark.fault(
+    "a round goes on without a replica that stands still", "it comes to where the others are, without another start"
+)
+@pytest.mark.parametrize("offload", [False, True])
+def test_one_that_has_missed_a_round_comes_to_where_the_others_are(offload: bool, replica: Callable) -> None:
+    rules = Rules(timeout_s=10.0, grace_s=0.5)
+    back = threading.Event()
+
+    def one(slot: int) -> ElasticUpdates:
+        net, sync = replica(slot, "diloco", rules=rules, offload_outer=offload)
+        trained(net, sync, until=6)
+        if slot == 2:
+            while not any(len(r.slots) == 2 for r in sync.elastic.roll.rounds):
+                sync.elastic.read()
+                time.sleep(0.02)
+            back.set()
+        trained(net, sync, wait=back)
+        return sync
+
+    found = in_threads(*(lambda slot=slot: one(slot) for slot in range(3)))
+    assert [sync.missed for sync in found] == [0, 0, 1]
+    for sync in found:
+        assert sync.elastic.roll.rounds[-1].slots == (0, 1, 2)
+        assert torch.equal(sync.fragments[0].agreed, found[0].fragments[0].agreed)
+
+
+@pytest.mark.fault(
+    "one pair of NoLoCo takes longer to exchange than others may be silent", "the other pair waits for it"
+)
+def test_a_slow_pair_is_waited_for(store: Notes, replica: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    rules = Rules(timeout_s=10.0, grace_s=8.0, silence_s=0.5)
+    send = Frame.send
+
+    def slowly(frame: Frame, to: socket.socket, told: Callable) -> None:
+        """The second round's values of one slot come in small parts, over longer than silence may last."""
+        if frame.kind == "values" and frame.source.startswith("3.") and frame.key[0] == 1:
+            to.sendall(frame.header)
+            for at in range(0, len(frame.payload), len(frame.payload) // 8 + 1):
+                time.sleep(0.2)
+                to.sendall(frame.payload[at : at + len(frame.payload) // 8 + 1])
+            return
+        send(frame, to, told)
+
+    monkeypatch.setattr(Frame, "send", slowly)
+
+    def one(slot: int) -> ElasticUpdates:
+        net, sync = replica(slot, "noloco", slots=4, rules=rules)
+        trained(net, sync)
+        return sync
+
+    found = in_threads(*(lambda slot=slot: one(slot) for slot in range(4)))
+    assert all(r.slots == (0, 1, 2, 3) and r.attempt == 1 for r in found[0].elastic.roll.rounds)
 
 
 @pytest.mark.fault("all replicas end at once", "they go on from their checkpoints' latest round")
@@ -348,6 +451,8 @@ def test_replicas_that_were_started_differently_are_refused(replica: Callable) -
         begun.wait()
         with pytest.raises(ConfigError, match="started differently: method.sync_every_steps is 4 there and 5 here"):
             replica(1, "diloco", sync_every_steps=5)
+        with pytest.raises(ConfigError, match="started differently: quorum is 2 there and 1 here"):
+            replica(1, "diloco", quorum=1)
         with pytest.raises(ConfigError, match="started differently: initial weights is"):
             replica(1, "diloco", model=other)
         trained(*replica(1, "diloco"))

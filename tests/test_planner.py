@@ -88,7 +88,7 @@ def test_slow_machines_keep_gradients_and_pipelines_waiting_and_not_local_update
     assert alone.any()
     assert not alone.all()
     np.testing.assert_allclose(longer[alone].days, 8 / (6 + 2 * 0.5), rtol=1e-6)
-    np.testing.assert_allclose(longer[~alone].days, 2, rtol=1e-3)
+    assert longer[~alone].days.between(1.95, 2).all()  # messages take as long as they did
     cluster = dataclasses.replace(_cluster(1e9), slow=3, slow_speed=0.5)
     assert cluster.speeds(8) == [1.0] * 5 + [0.5] * 3
     assert cluster.speeds(4) == [1.0, 1.0, 0.5, 0.5]
@@ -401,7 +401,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
         assert len(re.findall(r"\n\| (?:every|gradients).* x ", capsys.readouterr().out)) == rows
     planner.main([*words, "--per-box", "4", "--inside-mbit-per-s", "1e6", "--rows", "1"])
     assert "between any two boxes of 4, 1e+06 Mbit/s within one" in capsys.readouterr().out
-    planner.main([*words, "--slow", "2", "--slow-speed", "0.25"])
+    planner.main([*words, "--memory-gb", "80", "--slow", "2", "--slow-speed", "0.25"])
     uneven = capsys.readouterr().out
     assert "between any two, the last 2 at 0.25 of that speed." in uneven
     assert "what that costs in loss no run has measured" in uneven

@@ -14,7 +14,7 @@ from lowcomm.comm.config import CommConfig
 from lowcomm.comm.start import run_threads
 from lowcomm.comm.wire import Span
 from lowcomm.comm.world import World
-from lowcomm.cost.replay import hidden, read_traces, recorded, replay
+from lowcomm.cost.replay import hidden, read_traces, recorded, replay, window
 from lowcomm.experiment.run_folder import RunFolder
 from lowcomm.experiment.train import train_in_threads
 from lowcomm.experiment.trainer import Trainer
@@ -25,11 +25,22 @@ from tests.harness import OnlyTheLink
 def _span(rank: int, number: int, submitted: float, finished: float, entered: float, **other: Any) -> Span:
     left = max(entered, finished)
     known = {"axis": "replica", "ranks": (0, 1), "verb": f"mean #{number}", "nbytes": 125_000_000, "phases": 2}
-    known |= {"taken": 125_000_000}
+    known |= {"taken": 125_000_000, "step": 0}
     return Span(
-        rank=rank, purpose="outer", step=0, submitted=submitted, finished=finished, entered_wait=entered,
+        rank=rank, purpose="outer", submitted=submitted, finished=finished, entered_wait=entered,
         left_wait=left, **known | other
     )  # fmt: skip
+
+
+def test_a_window_says_what_was_waited_for_inside_it() -> None:
+    """Two messages of step 0 and one of step 1; what is awaited after the first step is no wait of a window of it."""
+    traces = [
+        [_span(r, 0, 1.0, 2.0, 2.0), _span(r, 0, 2.0, 3.0, 6.0), _span(r, 0, 5.0, 6.0, 6.0, step=1)] for r in (0, 1)
+    ]
+    inside = window(traces, 0, 0)
+    same = recorded(inside)
+    assert 0 <= same.utilisation <= 1
+    assert hidden(inside, "outer") <= 1
 
 
 def test_two_ranks_by_hand() -> None:

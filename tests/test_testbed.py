@@ -108,6 +108,51 @@ def test_a_latency_is_between_all() -> None:
         assert bed.counters(1)[0] > 200_000
 
 
+COUNTS = """
+import socket
+there = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+there.bind(("10.77.0.1", 5001))
+print("ready", flush=True)
+there.settimeout(20)
+count = 0
+while there.recv(100) != b"end":
+    count += 1
+print(count, flush=True)
+"""
+SENDS = """
+import socket, time
+here = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+for word in [b"x"] * 1000 + [b"end"] * 20:
+    here.sendto(word, ("10.77.0.1", 5001))
+    time.sleep(0.0002)
+"""
+
+
+@far
+def test_so_many_packets_are_lost() -> None:
+    with Testbed(2, loss_percent=30) as bed:
+        counts = bed.start(0, [sys.executable, "-c", COUNTS], stdout=subprocess.PIPE, text=True)
+        assert counts.stdout.readline() == "ready\n"
+        assert bed.start(1, [sys.executable, "-c", SENDS]).wait(30) == 0
+        assert 600 < int(counts.stdout.readline()) < 800
+    with pytest.raises(ConfigError, match="loss_percent = 100: it must be at least 0 and below 100"):
+        Testbed(2, loss_percent=100)
+
+
+@here
+def test_what_a_killed_testbed_has_left_is_cleared_up_by_the_next() -> None:
+    words = "import time; from lowcomm.comm.testbed import Testbed\n"
+    words += "with Testbed(1) as bed:\n  print(bed.names[0], flush=True)\n  time.sleep(60)"
+    child = subprocess.Popen([sys.executable, "-c", words], stdout=subprocess.PIPE, text=True)
+    left = child.stdout.readline().strip()
+    child.kill()
+    child.wait()
+    child.stdout.close()
+    assert left in namespaces()
+    with Testbed(1):
+        assert left not in namespaces()
+
+
 def test_what_a_machine_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(testbed.shutil, "which", lambda tool: None if tool == "tc" else tool)

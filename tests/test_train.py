@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from lowcomm.comm.start import run_threads
 from lowcomm.comm.world import World
@@ -24,7 +24,7 @@ from lowcomm.experiment import stop
 from lowcomm.experiment.batches import TokenData
 from lowcomm.experiment.config import RunConfig
 from lowcomm.experiment.run_folder import RunFolder, read_metrics
-from lowcomm.experiment.source import source_digest
+from lowcomm.experiment.source import sha256, source_digest
 from lowcomm.experiment.train import train, train_in_threads
 from lowcomm.experiment.trainer import Trainer, learning_rate
 from lowcomm.model.decoder import Decoder
@@ -202,7 +202,7 @@ def _damage(path: Path) -> None:
 
 
 @pytest.mark.fault(
-    "checkpoints cut short, swapped between ranks, renamed, of other steps, without a tensor",
+    "checkpoints cut short, swapped between ranks, renamed, of other steps, without a tensor, or with another one",
     "each is refused by name, and the one before is taken",
 )
 @pytest.mark.parametrize(
@@ -217,6 +217,8 @@ def _damage(path: Path) -> None:
         "ranks swapped",
         "rank of another step",
         "renamed",
+        "lacks a tensor",
+        "a tensor of another shape",
         "metrics cut short",
         "metrics lost",
     ],
@@ -244,6 +246,14 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(what: str, corpus: Pa
     elif what == "renamed":
         shutil.rmtree(newest)
         shutil.copytree(newest.with_name("step-00000003"), newest)
+    elif "tensor" in what:
+        tensors = load_file(file)
+        name = next(iter(sorted(tensors)))
+        tensors |= {name: torch.zeros(1)}
+        save_file({n: t for n, t in tensors.items() if n != name or what != "lacks a tensor"}, file)
+        manifest = json.loads((newest / "manifest.json").read_text())
+        manifest["sha256"][file.name] = sha256(file)
+        (newest / "manifest.json").write_text(json.dumps(manifest))
     elif what.startswith("metrics"):
         rows = tmp_path / "run" / "metrics" / "rank-001.jsonl"
         lines = rows.read_text().splitlines(keepends=True)
@@ -254,6 +264,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(what: str, corpus: Pa
     train_in_threads(config, corpus, tmp_path / "run")
     assert "step-00000006 is damaged" in caplog.text
     assert "resuming diloco_m2 at step 3" in caplog.text
+    assert [path.name for path in newest.parent.iterdir()] == ["step-backup01"]
     train_in_threads(small_run("diloco_m2"), corpus, tmp_path / "plain")
     for name in DETERMINED[1:]:
         assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "plain" / name).read_bytes()

@@ -13,6 +13,7 @@ an axis share its link.
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 from collections import defaultdict
@@ -136,7 +137,15 @@ class Op:
                     return buffer
                 if header.op != self.name:
                     raise CommError(f"rank {ranks[src]} is in {header.op}")
-                dtype = getattr(torch, header.dtype.removeprefix("torch."))
+                dtype = getattr(torch, header.dtype.removeprefix("torch."), None)
+                if not isinstance(dtype, torch.dtype):
+                    raise CommError(f"rank {ranks[src]} sent values of type {header.dtype}, which is none of torch's")
+                if header.device not in ("cpu", axis.device.type):
+                    raise CommError(
+                        f"rank {ranks[src]} sent from device {header.device}, and this rank has {axis.device.type}"
+                    )
+                if not math.isfinite(header.begin):
+                    raise CommError(f"rank {ranks[src]} sent at {header.begin} s, which is no time")
                 x = buffer
                 if x is None:
                     x = torch.empty(header.shape, dtype=dtype, device=axis.device if header.device != "cpu" else "cpu")

@@ -3,7 +3,8 @@
 torch.distributed ends with the first process that dies, so nothing here uses its groups. The log is in a store that
 outlives replicas (`SharedLog`), over a connection that carries nothing else; what replicas send each other goes over
 sockets of their own (`Messenger`), from each to each, and whoever does not answer is named instead of waited for.
-`Elastic` carries out what a `membership.Member` asks for.
+`Elastic` carries out what a `membership.Member` asks for; where a replica is a pipeline, at all of its stages
+(`stages`).
 
 Links are assumed to be of a trusted network: nothing is encrypted or authenticated.
 """
@@ -11,6 +12,7 @@ Links are assumed to be of a trusted network: nothing is encrypted or authentica
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import select
@@ -20,7 +22,7 @@ import threading
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Container, Generator, Sequence
 from dataclasses import asdict, dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +33,7 @@ from torch import Tensor
 from lowcomm.codecs import Codec
 from lowcomm.comm.encoded import EncodedMean
 from lowcomm.comm.membership import (
+    NO_ANSWER,
     Close,
     Done,
     Entry,
@@ -50,6 +53,7 @@ from lowcomm.comm.membership import (
 )
 from lowcomm.comm.notes import Notes
 from lowcomm.comm.shares import Section
+from lowcomm.comm.stages import Stages
 from lowcomm.comm.transport import CommError
 from lowcomm.comm.wire import Ledger
 from lowcomm.settings import ConfigError
@@ -58,9 +62,11 @@ _ENTRIES = {kind.__name__: kind for kind in (Join, Ready, Close, Done, Lost, Rol
 #: Seconds between two looks at the log, and at what has arrived.
 _LOOK_S, _ARRIVED_S = 0.02, 0.5
 _LONGEST_HEADER, _PIECE = 1 << 16, 1 << 20
+#: Entries of the log that are read at once by one who is new.
+_AT_ONCE = 64
 #: A connection that ends may be replaced by another, which begins in less than this.
 _REPLACED_S = 0.2
-#: Told of a frame's header, and then of its payload's bytes as they leave or come: their sender and number.
+#: Called with a sender and a number of bytes: 0 when a header has come, then each piece of payload that left or came.
 Told = Callable[[str, int], None]
 
 
@@ -76,11 +82,15 @@ class SharedLog:
     """The log of `membership` in a store: entry i is the note "log/i", which is written once."""
 
     def __init__(self, notes: Notes):
-        self._notes = notes
+        self._notes, self._is_new = notes, True
         self._entries: list[Entry] = []
 
     def read(self, index: int) -> Entry | None:
         """The entry at an index; None where the log ends. Raises CommError where the store does not answer."""
+        if self._is_new:  # and has all that others have said to catch up with
+            while texts := self._notes.look_all([f"log/{len(self._entries) + i}" for i in range(_AT_ONCE)]):
+                self._entries += map(_unpacked, texts)
+            self._is_new = False
         if index < len(self._entries):
             return self._entries[index]
         if (text := self._notes.look(f"log/{index}")) is None:
@@ -118,11 +128,16 @@ class Frame:
     key: tuple[int, ...]
     payload: bytes
 
+    @functools.cached_property
+    def header(self) -> bytes:
+        """What goes before the payload: its length, and who sends what."""
+        told = {"source": self.source, "kind": self.kind, "key": self.key, "nbytes": len(self.payload)}
+        packed = json.dumps(told | {"crc": zlib.crc32(self.payload)}).encode()
+        return struct.pack("!I", len(packed)) + packed
+
     def send(self, to: socket.socket, told: Told) -> None:
         """Write it to a socket, whose time-out says how long the other end may leave bytes untaken."""
-        header = {"source": self.source, "kind": self.kind, "key": self.key, "nbytes": len(self.payload)}
-        packed = json.dumps(header | {"crc": zlib.crc32(self.payload)}).encode()
-        to.sendall(struct.pack("!I", len(packed)) + packed)
+        to.sendall(self.header)
         left = memoryview(self.payload)
         while left:
             sent = to.send(left[:_PIECE])
@@ -131,7 +146,7 @@ class Frame:
 
     @classmethod
     def receive(cls, source: socket.socket, told: Told) -> tuple[Frame, bool] | None:
-        """Read one from a socket, and whether it is as it was sent; None at the end of the stream, or of sense."""
+        """Read one, and whether it is as it was sent; None where the stream ends or holds no valid header."""
         if (size := _exactly(source, 4)) is None:
             return None
         (length,) = struct.unpack("!I", size)
@@ -157,6 +172,22 @@ def _exactly(source: socket.socket, nbytes: int, each: Callable[[int], None] = l
         found += more
         each(len(more))
     return bytes(found)
+
+
+class _Way:
+    """The connection to one of the others, once there is one; `lock` is held by whoever makes it or sends over it."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.connection: socket.socket | None = None
+
+    def end(self) -> None:
+        """End the connection; another may be made."""
+        connection, self.connection = self.connection, None
+        if connection is not None:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)  # which wakes whoever sends over it
+            connection.close()
 
 
 class Messenger:
@@ -189,24 +220,28 @@ class Messenger:
         self._ways: Counter[str] = Counter()  # the connections that each of the others has to here ...
         self._ended: dict[str, float] = {}  # ... and when it was left with none
         self.moved = time.monotonic()
-        self._to: dict[str, tuple[socket.socket, threading.Lock]] = {}
+        self._to: dict[str, _Way] = {}
         self._from: set[socket.socket] = set()
         self._lock = threading.Lock()
+        self._closed = False
         self._listener = socket.create_server((host, 0))
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         threading.Thread(target=self._accept, name="accept", daemon=True).start()
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
+        each_s = max(1, math.ceil(self.timeout_s))
+        while not self._closed:
+            try:
                 connection, _ = self._listener.accept()
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 if hasattr(socket, "TCP_KEEPIDLE"):  # else one whose other end is gone stays for two hours
-                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, math.ceil(self.timeout_s)))
-                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, math.ceil(self.timeout_s)))
-                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 5)
-                self._from.add(connection)
-                threading.Thread(target=self._read, args=(connection,), name="read", daemon=True).start()
+                    for option, value in (("IDLE", each_s), ("INTVL", each_s), ("CNT", 5)):
+                        connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_KEEP{option}"), value)
+            except OSError:  # closed, or there are too many for now
+                time.sleep(0.05)
+                continue
+            self._from.add(connection)
+            threading.Thread(target=self._read, args=(connection,), name="read", daemon=True).start()
 
     def _read(self, connection: socket.socket) -> None:
         source = None
@@ -245,19 +280,34 @@ class Messenger:
         """When there was the last sign of a replica, by the monotonic clock; minus infinity where there was none."""
         return self._heard.get(who, -math.inf)
 
-    def beat(self, to: Sequence[str]) -> None:
-        """Say that this replica is alive to those of `to` that it is connected with; nobody is waited for."""
-        with self._lock:
-            ways = [self._to[who] for who in to if who in self._to]
-        for connection, lock in ways:
-            if lock.acquire(blocking=False):  # else there are bytes on their way, which say as much
+    def reach(self, to: Sequence[str]) -> None:
+        """Connect with those with whom there is no connection yet, so that they hear beats; nobody waits for that."""
+
+        def connect(who: str) -> None:
+            way = self._way(who)
+            with way.lock, contextlib.suppress(OSError, NoAnswer):
+                if way.connection is None:
+                    self._connect(who, way)
+
+        for who in to:
+            if (way := self._way(who)).connection is None and not way.lock.locked():
+                threading.Thread(target=connect, args=(who,), name="reach", daemon=True).start()
+
+    def beat(self, to: Sequence[str], word: bytes = b"") -> None:
+        """Say that this replica is alive to those of `to` that it is connected with; nobody is waited for.
+
+        word: what counts as bytes that have come, there.
+        """
+        frame = Frame(self.who, "beat", (), word)
+        for way in map(self._way, to):
+            if way.lock.acquire(blocking=False):  # else there are bytes on their way, which say as much
                 try:
-                    if select.select([], [connection], [], 0)[1]:
-                        Frame(self.who, "beat", (), b"").send(connection, self._note)
-                except (OSError, ValueError):  # found out by whoever sends something
+                    if way.connection is not None and _takes(way.connection):
+                        frame.send(way.connection, lambda who, nbytes: None)
+                except OSError:  # found out by whoever sends something
                     pass
                 finally:
-                    lock.release()
+                    way.lock.release()
 
     def _answer(self, frame: Frame) -> None:
         if len(frame.payload) == 8 and (state := self.serve(*struct.unpack("!q", frame.payload))) is not None:
@@ -267,43 +317,35 @@ class Messenger:
     def send(self, to: str, kind: str, key: tuple[int, ...], payload: bytes, *, anew: bool = False) -> None:
         """Send a frame. Raises NoAnswer where nobody takes it.
 
-        anew: over a new connection, as the one there is may be of before a link was down, and lose it.
+        anew: over a new connection, as an old one may look open after a link was down, and lose what is sent over it.
         """
-        frame = Frame(self.who, kind, key, payload)
-        if not anew and to in self._to:
-            with contextlib.suppress(OSError):
-                return self._send(to, frame)
-            anew = True
-        try:
-            if anew:
-                self._connect(to)
-            self._send(to, frame)
-        except OSError as error:
-            with self._lock:
-                if to in self._to:
-                    self._to.pop(to)[0].close()
-            raise NoAnswer(to, f"takes nothing ({error})") from None
+        frame, way = Frame(self.who, kind, key, payload), self._way(to)
+        assert frame.header  # made before there is anything that waits for it
+        with way.lock:
+            if way.connection is not None and not anew:
+                with contextlib.suppress(OSError):
+                    return frame.send(way.connection, self._note)
+            try:
+                frame.send(self._connect(to, way), self._note)
+            except OSError as error:
+                way.end()
+                raise NoAnswer(to, f"takes nothing ({error})") from None
 
-    def _send(self, to: str, frame: Frame) -> None:
+    def _way(self, to: str) -> _Way:
         with self._lock:
-            way = self._to.get(to)
-        connection, lock = way or self._connect(to)
-        with lock:
-            frame.send(connection, self._note)
+            return self._to.setdefault(to, _Way())
 
-    def _connect(self, to: str) -> tuple[socket.socket, threading.Lock]:
-        """Make a connection, in the place of the one there may be; nobody who sends to others waits for that."""
-        if (address := self._address_of(to)) is None:
+    def _connect(self, to: str, way: _Way) -> socket.socket:
+        """Make a connection, in the place of the one there may be, which ends when this one is known to the other."""
+        if self._closed or (address := self._address_of(to)) is None:
             raise NoAnswer(to, "has no address")
         connection = socket.create_connection(address, self.timeout_s)
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # so that no link that was down is waited for longer than it was
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1e3 * self.timeout_s))
-        way = connection, threading.Lock()
-        with self._lock:
-            before, self._to[to] = self._to.get(to), way
-        if before is not None:
-            before[0].close()
-        return way
+        Frame(self.who, "beat", (), b"").send(connection, self._note)
+        way.end()
+        way.connection = connection
+        return connection
 
     def take(
         self, source: str, kind: str, key: tuple[int, ...], *, within_s: float, go_on: Callable[[], bool]
@@ -325,6 +367,7 @@ class Messenger:
             left = within_s - (now - max(begin, self.heard(source)))
             with self._arrived:
                 self._arrived.wait_for(lambda: box in self._boxes or is_gone(), max(0.0, min(_ARRIVED_S, left)))
+                stood = time.monotonic() - now > _ARRIVED_S + within_s / 2
                 if box in self._boxes:
                     if (payload := self._boxes.pop(box)) is None:
                         raise NoAnswer(source, "its message is damaged")
@@ -335,24 +378,37 @@ class Messenger:
                 raise NoAnswer(source, "it has ended")
             if left <= 0:
                 raise NoAnswer(source, "no word from it")
-            if time.monotonic() - now > _ARRIVED_S + within_s / 2:  # it was this process that stood still
+            if stood:  # this process itself
                 begin = time.monotonic()
 
-    def forget(self, before: int) -> None:
-        """Let go of what has come for rounds before one, and was not taken."""
+    def forget(self, before: int, present: Container[str]) -> None:
+        """Let go of values and states that have come for rounds before one, and of connections to who is gone."""
         with self._arrived:
-            for box in [box for box in self._boxes if box[2][0] < before]:
+            for box in [box for box in self._boxes if box[1] in ("values", "state") and box[2][0] < before]:
                 del self._boxes[box]
+        with self._lock:
+            gone = [self._to.pop(who) for who in list(self._to) if who not in present]
+        for way in gone:
+            way.end()
 
     def close(self) -> None:
         """Listen no more, and end all connections."""
-        with self._lock:
-            ours = [self._listener, *self._from, *(connection for connection, _ in self._to.values())]
-            self._to.clear()
-        for end in ours:
+        self._closed = True
+        for end in [self._listener, *self._from]:
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)  # which wakes whoever reads or accepts, as closing does not
             end.close()
+        with self._lock:
+            ways = list(self._to.values())
+        for way in ways:
+            way.end()
+
+
+def _takes(connection: socket.socket) -> bool:
+    """Tell whether a connection takes bytes at once."""
+    poll = select.poll()
+    poll.register(connection, select.POLLOUT)
+    return bool(poll.poll(0))
 
 
 @dataclass(frozen=True)
@@ -391,15 +447,15 @@ class _Attempt:
         for i, x in out:
             raw = x.contiguous().view(-1).view(torch.uint8).cpu()
             self.elastic.ledger.bill("replica", self.purpose, self.elastic.step, raw.numel())
-            messenger.send(members[i], "values", key, raw.numpy().tobytes())
+            messenger.send(self.elastic.name_of(members[i]), "values", key, raw.numpy().tobytes())
         wait = {"within_s": self.elastic.rules.silence_s, "go_on": lambda: self.elastic.is_at(self.request)}
         taken = []
         for i, buffer in into:
-            raw = messenger.take(members[i], "values", key, **wait)
+            raw = messenger.take(self.elastic.name_of(members[i]), "values", key, **wait)
             x = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
             if buffer is not None:
                 if x.numel() != buffer.numel() * buffer.element_size():
-                    raise NoAnswer(members[i], f"sent {x.numel()} bytes")
+                    raise NoAnswer(self.elastic.name_of(members[i]), f"sent {x.numel()} bytes")
                 x = buffer.copy_(x.view(buffer.dtype).view(buffer.shape))
             taken.append(x)
         return taken
@@ -418,6 +474,8 @@ class Elastic:
         serve: gives the agreed state to whoever asks: its version and bytes. It is told the version that is wanted, for
             which it may wait a while; None where it has none as late.
         load: takes the bytes of such a state.
+        stage, stages: where a replica is a pipeline: which stage this is, and of how many. All of them have the same
+            `who` and do everything here together, the same calls in the same order, and get the same results.
 
     Attributes: `roll`, `ledger`, `step`, to which the ledger bills.
     """
@@ -435,17 +493,21 @@ class Elastic:
         end: int | None = None,
         rules: Rules | None = None,
         host: str | None = None,
+        stage: int = 0,
+        stages: int = 1,
     ):
         if not 0 <= slot < slots or not 1 <= quorum <= slots:
             raise ConfigError(f"slot {slot} and a quorum of {quorum} do not go with {slots} slots")
         self.rules = rules or Rules()
         self.notes, self.log = notes, SharedLog(notes)
-        self.roll = Roll(slots, quorum, end)
+        self._addresses: dict[str, tuple[str, int]] = {}
+        self.roll, self.stage = Roll(slots, quorum, end), stage
         self.ledger, self.step = Ledger(), 0
         self._load, self._wants, self._closed = load, 0, False
         self._payloads: Sequence[Payload] = ()
         self._group: Group = list
         self._means: tuple[tuple[str, ...], list[Tensor]] | None = None
+        self._given = b""  # the state that a donor has sent, until it is loaded
 
         def packed(wanted: int) -> bytes | None:
             if (found := serve(wanted)) is None:
@@ -453,34 +515,66 @@ class Elastic:
             version, state = found
             return struct.pack("!q", version) + state
 
+        name, address = self.name_of(who), host or notes.here
         self.messenger = Messenger(
-            who, host=host or notes.here, timeout_s=self.rules.silence_s, address_of=self._address_of, serve=packed
+            name, host=address, timeout_s=self.rules.silence_s, address_of=self._address_of, serve=packed
         )
-        self.member = Member(who, slot, self.roll, time.monotonic, self.rules, self.messenger.heard)
+
+        def heard(other: str) -> float:
+            return self.messenger.heard(self.name_of(other))
+
+        self.member = Member(who, slot, self.roll, time.monotonic, self.rules, heard)
+        self._names = [self.name_of(who, s) for s in range(stages)]
+        self._stages = Stages(
+            self.messenger, self._names, stage, within_s=self.rules.timeout_s, go_on=lambda: not self._closed
+        )
         self._under_way: Exchange | None = None
         self._left = threading.Event()
         threading.Thread(target=self._beat, name="beat", daemon=True).start()
-        notes.write(f"address/{who}", json.dumps(self.messenger.address))
+        notes.write(f"address/{name}", json.dumps(self.messenger.address))
 
-    def _address_of(self, who: str) -> tuple[str, int] | None:
-        found = self.notes.read(f"address/{who}")
-        return None if found is None else tuple(json.loads(found))
+    def name_of(self, who: str, stage: int | None = None) -> str:
+        """Return the name on the wire of a replica's stage, by default of the one like this."""
+        return f"{who}/{self.stage if stage is None else stage}"
+
+    def _address_of(self, name: str) -> tuple[str, int] | None:
+        if name not in self._addresses and (found := self.notes.read(f"address/{name}")) is not None:
+            self._addresses[name] = tuple(json.loads(found))  # for good: another start has another name
+        return self._addresses.get(name)
 
     def _beat(self) -> None:
-        """Say to the members of an attempt that this one is alive, as long as its exchange moves."""
+        """Say to the other stages that this one is alive, and to an attempt's members while its exchange moves."""
+        stages = self._names[1:] if self._stages.leads else self._names[:1]
         while not self._left.wait(self.rules.silence_s / 4):
-            if (attempt := self._under_way) is None or attempt.key != self.roll.key:
-                continue
-            if time.monotonic() - self.messenger.moved < self.rules.timeout_s:
-                self.messenger.beat([who for who in attempt.members if who != self.member.who])
+            self.messenger.reach(stages)
+            attempt = self._under_way
+            moves = attempt is not None and attempt.key == self.roll.key
+            moves = moves and time.monotonic() - self.messenger.moved < self.rules.timeout_s
+            self.messenger.beat(stages, b"moves" if moves else b"")
+            if moves:
+                self.messenger.beat(self._others(attempt))
+
+    def _others(self, attempt: Exchange) -> list[str]:
+        return [self.name_of(who) for who in attempt.members if who != self.member.who]
 
     def join(self, version: int = 0) -> None:
         """Take the slot, with parameters of a version."""
-        self._drive(self.member.join(version))
+        self._together(lambda: self._drive(self.member.join(version)))
 
-    def catch_up(self) -> bool:
-        """Come to the latest round, as `Member.catch_up` says, and load the state that a donor gives."""
-        return self._drive(self.member.catch_up())
+    def catch_up(self) -> tuple[int, int] | None:
+        """Come to the latest round, as `Member.catch_up` says, and load the state that a donor gives.
+
+        Returns how many rounds the run has now, and how many tokens of this slot they count; None where the member is
+        none any more.
+        """
+
+        def led() -> tuple[int, int] | None:
+            if not self._drive(self.member.catch_up()):
+                return None
+            return len(self.roll.rounds), self.roll.tokens(self.member.slot)
+
+        found = self._together(led)
+        return None if found is None else tuple(found)
 
     def meet(self, payloads: Sequence[Payload], tokens: int, group: Group = list) -> tuple[Round, list[Tensor]] | None:
         """Take part in the round under way with values that so many tokens have made.
@@ -490,10 +584,18 @@ class Elastic:
         """
         self._payloads, self._group = payloads, group
         self._means = None
-        committed = self._drive(self.member.meet(tokens))
-        self.messenger.forget(len(self.roll.rounds) - 1)
-        if committed is None:
+
+        def led() -> dict[str, Any] | None:
+            committed = self._drive(self.member.meet(tokens))
+            return None if committed is None else asdict(committed)
+
+        found = self._together(led)
+        holders = {self.name_of(who) for who in self.roll.holder.values()}
+        self.messenger.forget(len(self.roll.rounds) - 1, holders.union(self._names))
+        if found is None:
             return None
+        lists = {name: tuple(value) for name, value in found.items() if isinstance(value, list | tuple)}
+        committed = Round(**found | lists)
         if self._means is None or self._means[0] != committed.members:
             raise CommError(f"{self.member.who} lacks the mean of a round that it is a member of: {committed.members}")
         return committed, self._means[1]
@@ -501,10 +603,15 @@ class Elastic:
     def wait_for_the_late(self) -> None:
         """After the last round: stay as a donor until every slot's holder has it, or for as long as a time-out."""
         until, roll = time.monotonic() + self.rules.timeout_s, self.roll
-        while time.monotonic() < until:
-            if self.read() and all(roll.version.get(roll.holder.get(s)) == roll.latest for s in range(roll.slots)):
-                return
-            time.sleep(_LOOK_S)
+
+        def led() -> None:
+            while time.monotonic() < until:
+                if self.read() and all(roll.version.get(roll.holder.get(s)) == roll.latest for s in range(roll.slots)):
+                    return
+                time.sleep(_LOOK_S)
+
+        self._together(led)
+        self.read()
 
     def stop(self) -> None:
         """End what another thread of this replica is in: that raises CommError."""
@@ -513,7 +620,8 @@ class Elastic:
     def close(self) -> None:
         """Leave, so that nobody waits for this replica, and end its connections."""
         self._closed = False
-        self._drive(self.member.leave())
+        if self._stages.leads:
+            self._drive(self.member.leave())
         self.stop()
         self._left.set()
         self.messenger.close()
@@ -522,6 +630,19 @@ class Elastic:
         """Tell whether an attempt is still under way, as far as the log can be read."""
         self.read()
         return self.roll.key == request.key and not self._closed
+
+    def _together(self, led: Callable[[], Any]) -> Any:
+        """Return what the first stage finds, who gives orders to the others meanwhile. Raises what it raises."""
+        if not self._stages.leads:
+            return self._stages.follow({"exchange": self._swap_at, "fetch": self._ask, "load": self._load_given})
+        try:
+            found = led()
+        except CommError as error:
+            with contextlib.suppress(CommError):
+                self._stages.fail(str(error))
+            raise
+        self._stages.end(found)
+        return found
 
     def _drive(self, steps: Generator[Request, Any, Any]) -> Any:
         """Carry out requests. Raises CommError where nothing moves for `Rules.alone_s`, or this replica has left."""
@@ -575,7 +696,24 @@ class Elastic:
         return self.read()
 
     def _exchange(self, request: Exchange) -> str:
+        self._stages.order("exchange", length=self.roll.length, key=request.key, members=request.members)
+        lost = self._swap(request)
+        return next(filter(None, [lost, *self._stages.answers()]), "")
+
+    def _swap_at(self, length: int, key: list[int], members: list[str]) -> str:
+        """Swap values as a stage that follows: when it has read as far in the log as the first had."""
+        until = time.monotonic() + self.rules.alone_s
+        while not self.read() or self.roll.length < length:
+            if time.monotonic() > until or self._closed:
+                raise CommError(self._why_alone())
+            time.sleep(_LOOK_S)
+        request = Exchange(tuple(key), tuple(members))
+        return self._swap(request) if self.roll.key == request.key else ""  # else what is done of it counts nowhere
+
+    def _swap(self, request: Exchange) -> str:
+        """Swap values with the same stage of all members; returns who does not answer."""
         self._under_way, self.messenger.moved = request, time.monotonic()
+        self.messenger.reach(self._others(request))
         members, roll = request.members, self.roll
         slots = [roll.slot[who] for who in members]
         met = self._group(sorted(slots))
@@ -590,19 +728,42 @@ class Elastic:
                 mean = EncodedMean(payload.x.clone(), payload.codec, payload.seed, sections, group, me, tokens)
                 means.append(mean.alone() if len(group) == 1 else mean.over(attempt))
         except NoAnswer as error:
-            return error.who
+            return error.who.rpartition("/")[0]
         self._means = members, means
         return ""
 
     def _fetch(self, donor: str) -> int | None:
+        wanted = self.roll.latest
+        self._stages.order("fetch", donor=donor, wanted=wanted)
+        versions = {self._ask(donor, wanted), *self._stages.answers()}
+        for none in (None, NO_ANSWER):
+            if none in versions:
+                return none
+        if len(versions) > 1:  # a round has been agreed on between two stages' answers: ask again
+            return self.member.version
+        (version,) = versions
+        if self.roll.rounds_of(version) > self.roll.rounds_of(self.member.version):
+            self._stages.order("load")
+            self._load_given()
+            self._stages.answers()
+        return version
+
+    def _ask(self, donor: str, wanted: int) -> int | None:
+        """Ask a donor for this stage's state; answers as a `Fetch`, and keeps the state's bytes."""
         self._wants += 1
-        key = (len(self.roll.rounds), self._wants)
+        name, key = self.name_of(donor), (len(self.roll.rounds), self._wants)
         try:
-            self.messenger.send(donor, "want", key, struct.pack("!q", self.roll.latest), anew=True)
-            raw = self.messenger.take(donor, "state", key, within_s=self.rules.timeout_s, go_on=lambda: True)
+            self.messenger.send(name, "want", key, struct.pack("!q", wanted), anew=True)
         except NoAnswer:
             return None
+        try:
+            raw = self.messenger.take(name, "state", key, within_s=self.rules.timeout_s, go_on=lambda: True)
+        except NoAnswer:
+            return NO_ANSWER
         (version,) = struct.unpack("!q", raw[:8])
-        if self.roll.rounds_of(version) > self.roll.rounds_of(self.member.version):
-            self._load(raw[8:])
+        self._given = raw[8:]
         return version
+
+    def _load_given(self) -> None:
+        self._load(self._given)
+        self._given = b""

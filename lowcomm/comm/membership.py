@@ -33,6 +33,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any
 
+from lowcomm.comm.transport import CommError
 from lowcomm.settings import ConfigError
 
 
@@ -132,6 +133,7 @@ class Roll:
         self.members: tuple[str, ...] = ()
         self.done: set[str] = set()
         self.missed: list[tuple[str, int, int]] = []
+        self._used: dict[int, int] = {}  # the attempts that a round had before all went back to one before it
 
     @property
     def key(self) -> tuple[int, int]:
@@ -185,13 +187,14 @@ class Roll:
         current = self.holds(entry.who) and self.version[entry.who] == self.latest
         if entry.round == len(self.rounds) and current and not self.members:
             self.ready[entry.who] = entry.tokens
+            self.missed = [row for row in self.missed if row[:2] != (entry.who, entry.round)]  # it counts after all
             self.awaited.add(self.slot[entry.who])
             self._begin_if_all_are_ready()
         elif not self._counts(entry):
             self.missed.append((entry.who, entry.round, entry.tokens))
 
     def _counts(self, entry: Ready) -> bool:
-        """Tell whether a replica says again, as a store was slow to answer, what its round has counted already."""
+        """Tell whether this repeats what was counted already: said again, as the store seemed not to answer."""
         if entry.round == len(self.rounds):
             return entry.who in self.ready
         return entry.round < len(self.rounds) and entry.who in self.rounds[entry.round].members
@@ -223,11 +226,13 @@ class Roll:
             return
         most = max(self.rounds_of(self.version[who]) for who in there)
         if most >= 1 and self.rounds_of(entry.to) == most:
+            self._used |= {number: r.attempt for number, r in enumerate(self.rounds)} | {len(self.rounds): self.attempt}
             del self.rounds[most:]
             self._gather()
 
     def _gather(self) -> None:
-        self.ready, self.members, self.done, self.attempt = {}, (), set(), 0
+        self.ready, self.members, self.done = {}, (), set()
+        self.attempt = self._used.get(len(self.rounds), 0)
 
     def _drop(self, who: str) -> None:
         """Somebody is awaited no more; an attempt that it is a member of is over, and another begins without it."""
@@ -272,9 +277,15 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Fetch:
-    """Ask the driver to take the agreed state from a donor. Answer: its version; None where it does not answer."""
+    """Ask the driver to take the agreed state from a donor.
+
+    Answer: its version; `NO_ANSWER` where the donor was asked and does not answer, None where it cannot even be asked.
+    """
 
     donor: str
+
+
+NO_ANSWER = -1
 
 
 Request = Look | Say | Exchange | Fetch
@@ -284,10 +295,10 @@ Request = Look | Say | Exchange | Fetch
 class Rules:
     """How long a replica waits, in seconds.
 
-    grace_s: for the others, once a quorum is ready. silence_s: in an exchange, for any sign of another: bytes, or the
-    word that it is alive, which it gives several times in that while. timeout_s: for a donor's answer, and for an
-    exchange in which nothing moves. alone_s: for the log to answer, or for a quorum to come together, before it gives
-    up.
+    grace_s: for the others, once a quorum is ready. silence_s: in an exchange, for any sign of a member: bytes, or the
+    word that it is alive, which each gives all others several times in that while. timeout_s: for a donor's answer, and
+    for an exchange in which nothing moves. alone_s: for the log to answer, or for a quorum to come together, before it
+    gives up.
     """
 
     timeout_s: float = 30.0
@@ -336,9 +347,12 @@ class Member:
         """Come to the latest round: take the agreed state from donors until this replica has it.
 
         Returns False where the slot has another holder, and where the run is over and nobody is left who has its end.
-        If no donor is left for three time-outs before that, all go back to the latest round that somebody has.
+        If no donor is left for three time-outs before that, all go back to the latest round that somebody has. Raises
+        CommError where two donors or more, and all that there are, have been asked in vain: it is this replica then
+        that nothing reaches.
         """
         roll, alone_since = self.roll, None
+        deaf: set[str] = set()
         while True:
             while not (yield Look()):
                 pass
@@ -352,9 +366,17 @@ class Member:
                 continue
             if donors := [who for who in roll.donors() if who != self.who]:
                 alone_since, key = None, roll.key
+                unasked = [who for who in donors if who not in deaf]
+                if not unasked and len(donors) > 1:
+                    raise CommError(f"{self.who} has asked {', '.join(donors)} in vain: can they reach its address?")
+                donors = unasked or donors
                 donor = donors[(self.slot + roll.length) % len(donors)]
                 version = yield Fetch(donor)
-                if version is None:
+                if version == NO_ANSWER and len(roll.donors()) > 1:
+                    deaf.add(donor)
+                    continue
+                deaf.clear()
+                if version in (None, NO_ANSWER):
                     yield from self._say(Lost(donor, *key, self.who))
                 elif roll.rounds_of(version) > roll.rounds_of(self.version):
                     self.version = version
@@ -371,11 +393,14 @@ class Member:
 
     def leave(self) -> Generator[Request, Any, None]:
         """Give the slot up, so that nobody waits for this replica."""
-        if self.roll.holds(self.who) and self.slot in self.roll.awaited and not self.roll.is_over:
-            yield Say(Lost(self.who, *self.roll.key, self.who))
+        for _ in range(3):  # what is said of an attempt that has just ended is not heard
+            if self.roll.holds(self.who) and self.slot in self.roll.awaited and not self.roll.is_over:
+                yield Say(Lost(self.who, *self.roll.key, self.who))
 
     def _go_back(self) -> Generator[Request, Any, None]:
         roll = self.roll
+        if len(roll.present()) < roll.quorum:
+            return
         most = max((roll.rounds_of(roll.version[who]) for who in roll.present()), default=0)
         if most >= 1:
             yield from self._say(Rollback(len(roll.rounds), roll.rounds[most - 1].id))
@@ -389,8 +414,10 @@ class Member:
         roll, number, me = self.roll, len(self.roll.rounds), self.who
         yield from self._say(Ready(me, number, tokens))
         closing = waiting = None
+        looked = self.now()
         while roll.latest == self.version and roll.holds(me):
             key = roll.key
+            stood, looked = self.now() - looked, self.now()
             if not roll.members:
                 if me not in roll.ready:
                     return None
@@ -409,8 +436,11 @@ class Member:
                     lost = yield Exchange(key, roll.members)
                     if roll.key == key:
                         yield from self._say(Lost(lost, *key, me) if lost else Done(me, *key))
-                    waiting = key, self.now()
+                    looked = self.now()
+                    waiting = key, looked
                 continue
+            if stood > self.rules.silence_s / 2:  # it was this replica that stood still
+                waiting = key, self.now()
             # Members report each other soon. An attempt whose members are all gone is ended by one who stands by.
             patience = self.rules.silence_s if me in roll.members else 4 * self.rules.timeout_s
             silent = (who for who in roll.members if who not in roll.done and who != me)

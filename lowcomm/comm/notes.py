@@ -6,8 +6,10 @@ then. So a thread asks it, and whoever waits for the answer goes on without one 
 
 from __future__ import annotations
 
+import json
 import queue
 import threading
+import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Protocol
@@ -38,7 +40,8 @@ class Notes:
         port: of the store, for whoever is to tell others of it.
         here: this machine's address on the network by which it reaches the store.
         connect: makes another connection to the same store. Where it is given, one that does not answer is left to
-            itself: after a link was down, TCP waits about as long again before it tries an old one.
+            itself: after a link was down, TCP waits about as long again before it tries an old one. A store that was
+            started anew in the place of the first, and knows nothing of what was, counts as none that answers.
     """
 
     def __init__(
@@ -51,7 +54,9 @@ class Notes:
         connect: Callable[[], KeyValueStore] | None = None,
     ):
         self._within_s, self.port, self.here, self._connect = within_s, port, here, connect
-        self._last: Future[str | None] | None = None
+        self._late: Future[str | None] | None = None  # what has not been answered in time
+        self._store_is: str | None = None
+        self._lock = threading.Lock()
         self._begin(lambda: store)
 
     def _begin(self, connect: Callable[[], KeyValueStore]) -> None:
@@ -59,32 +64,45 @@ class Notes:
         self._asked: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
         threading.Thread(target=self._answer, args=(connect, self._asked), name="notes", daemon=True).start()
 
-    @staticmethod
-    def _answer(connect: Callable[[], KeyValueStore], asked: queue.SimpleQueue[_Asked | None]) -> None:
+    def _answer(self, connect: Callable[[], KeyValueStore], asked: queue.SimpleQueue[_Asked | None]) -> None:
         store = None
         while (found := asked.get()) is not None:
             future, call = found
             try:
-                store = store or connect()
+                if store is None:
+                    store = self._known(connect())
                 future.set_result(call(store))
             except RuntimeError:  # the store's own process is gone, or cannot be reached
+                store, connect = None, self._connect or connect
                 future.set_result(None)
 
+    def _known(self, store: KeyValueStore) -> KeyValueStore:
+        """Return the store, if it is the one there was before. Raises RuntimeError where another has its address."""
+        if self._connect is not None:
+            there = store.compare_set("lowcomm/store", "", uuid.uuid4().hex).decode()
+            self._store_is = self._store_is or there
+            if there != self._store_is:
+                raise RuntimeError("this is another store")
+        return store
+
     def _ask(self, call: _Call) -> str | None:
-        """What the call returns; None where that takes too long. It is carried out even so, when the store is back."""
-        self._last = future = Future()
-        self._asked.put((future, call))
+        """What the call returns; None where that takes too long. It may still be carried out later."""
+        asked, future = self._asked, Future()
+        asked.put((future, call))
         try:
             return future.result(self._within_s)
         except TimeoutError:
-            if self._connect is not None:
-                self._asked.put(None)
-                self._begin(self._connect)
-                self._last = None
+            if self._connect is None:
+                self._late = future
+                return None
+            with self._lock:
+                if self._asked is asked:
+                    asked.put(None)
+                    self._begin(self._connect)
             return None
 
     def _is_waiting(self) -> bool:
-        return self._last is not None and not self._last.done()
+        return self._late is not None and not self._late.done()
 
     def write(self, key: str, value: str) -> None:
         """Leave a note."""
@@ -99,6 +117,18 @@ class Notes:
     def read(self, key: str) -> str | None:
         """A note; None where there is none, or no answer, for which nobody waits twice."""
         return self.look(key) or None
+
+    def look_all(self, keys: list[str]) -> list[str] | None:
+        """Return notes if all of them are there; None if one is not, nobody answers, or the store gives one only."""
+        names = [f"lowcomm/{key}" for key in keys]
+
+        def call(store: KeyValueStore) -> str | None:
+            if not hasattr(store, "multi_get") or not store.check(names):
+                return None
+            return json.dumps([value.decode() for value in store.multi_get(names)])
+
+        found = None if self._is_waiting() else self._ask(call)
+        return None if found is None else json.loads(found)
 
     def look(self, key: str) -> str | None:
         """A note; "" where there is none, None where nobody answers."""

@@ -100,7 +100,12 @@ class ProcessTransport:
             )
         self.uses_nccl = backend == "nccl" or (backend == "auto" and gpus >= local)
         self.timeout = datetime.timedelta(seconds=timeout_s)
-        store, self.rank, self.size = next(iter(dist.rendezvous("env://")))
+        try:
+            store, self.rank, self.size = next(iter(dist.rendezvous("env://", timeout=self.timeout)))
+        except RuntimeError as error:
+            where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            raise CommError(f"the ranks' store at {where} cannot be had: {str(error).splitlines()[0]}") from None
+        store.set_timeout(self.timeout)
         # Of a connection of its own: notes are read while other calls block.
         self._notes = Notes(store.clone(), min(timeout_s, _ANSWERED_WITHIN_S))
         if self.uses_nccl:
@@ -267,7 +272,7 @@ class ProcessTransport:
 
     def group(self, ranks: list[int]) -> dist.ProcessGroup:
         """A process group; every rank must ask for the same ones in the same order."""
-        return dist.new_group(ranks)
+        return dist.new_group(ranks, timeout=self.timeout)
 
     def note(self, key: str, value: str) -> None:
         self._notes.write(key, value)

@@ -10,8 +10,8 @@ Each node has one interface, `eth0`, by which it reaches all others through a sw
 (token buckets, `tc tbf`), so it is the link model of `wire` made of a kernel's queues. Packets are of 1,500 bytes, none
 is put together or taken apart by offloading, and queues hold `QUEUE_S` of a link's rate; then packets are dropped.
 
-A latency needs `tc netem`. Where the kernel lacks it, nodes' interfaces are TUN devices, and a process forwards their
-packets by the same rules, with the latency; it takes a fifth of a core at 80 Mbit/s.
+A latency, and packets that are lost, need `tc netem`. Where the kernel lacks it, nodes' interfaces are TUN devices, and
+a process forwards their packets by the same rules, late or not at all; it takes a fifth of a core at 80 Mbit/s.
 
 Linux, iproute2 and root are needed; `missing` says what of these is not there.
 """
@@ -27,8 +27,10 @@ import itertools
 import json
 import math
 import os
+import random
 import select
 import shutil
+import signal
 import struct
 import subprocess
 import sys
@@ -83,6 +85,18 @@ def _run(*words: str) -> str:
     return done.stdout
 
 
+def _clear_up() -> None:
+    """Remove the namespaces of testbeds whose process was killed, with whatever still runs in them."""
+    for line in _run("ip", "netns", "list").splitlines():
+        name = line.split()[0] if line.strip() else ""
+        _, pid, *_ = [*name.split("-"), "", ""]
+        if name.startswith("lowcomm-") and pid.isdecimal() and not os.path.exists(f"/proc/{pid}"):
+            for child in _run("ip", "netns", "pids", name).split():
+                with contextlib.suppress(OSError):
+                    os.kill(int(child), signal.SIGKILL)
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
 def _inside(namespace: str) -> list[str]:
     return ["ip", "netns", "exec", namespace]
 
@@ -111,6 +125,7 @@ class Testbed:
         nodes: how many.
         mbit_per_s: of all links, both ways; infinity is as fast as it goes.
         latency_ms: from each node to each other.
+        loss_percent: how many of the packets that a node sends are lost.
         congestion: TCP's congestion control (net.ipv4.tcp_congestion_control); by default the one that every kernel has
             and lets be chosen.
 
@@ -119,16 +134,27 @@ class Testbed:
 
     __test__ = False  # pytest is to take it for no test
 
-    def __init__(self, nodes: int, *, mbit_per_s: float = math.inf, latency_ms: float = 0.0, congestion: str = "reno"):
+    def __init__(
+        self,
+        nodes: int,
+        *,
+        mbit_per_s: float = math.inf,
+        latency_ms: float = 0.0,
+        loss_percent: float = 0.0,
+        congestion: str = "reno",
+    ):
         if not 1 <= nodes <= 200:
             raise ConfigError(f"{nodes} nodes: a testbed has 1 to 200")
-        if why := missing(latency=latency_ms > 0):
+        if not 0 <= loss_percent < 100:
+            raise ConfigError(f"loss_percent = {loss_percent:g}: it must be at least 0 and below 100")
+        self._is_delayed = latency_ms > 0 or loss_percent > 0
+        if why := missing(latency=self._is_delayed):
             raise ConfigError(f"no testbed here: {why}")
-        self.nodes, self.latency_ms, self.congestion = nodes, latency_ms, congestion
+        self.nodes, self.latency_ms, self.loss_percent, self.congestion = nodes, latency_ms, loss_percent, congestion
         self.rates = [Rates(mbit_per_s, mbit_per_s)] * nodes
         self.names = [f"lowcomm-{os.getpid()}-{i}" for i in range(nodes)]
         self._switch = f"lowcomm-{os.getpid()}-switch"
-        self._in_user_space = latency_ms > 0 and not has_netem()
+        self._in_user_space = self._is_delayed and not has_netem()
         self._forwarder: subprocess.Popen[str] | None = None
         self._started: list[subprocess.Popen] = []
 
@@ -138,6 +164,7 @@ class Testbed:
         return str(_NETWORK[node + 1])
 
     def __enter__(self) -> Testbed:
+        _clear_up()
         try:
             for name in [*self.names, self._switch]:
                 _run("ip", "netns", "add", name)
@@ -177,7 +204,8 @@ class Testbed:
             _run(*_inside(name), "ip", "addr", "add", f"{self.address(node)}/{_NETWORK.prefixlen}", "dev", "eth0")
 
     def _forward(self) -> None:
-        words = [sys.executable, "-m", "lowcomm.comm.testbed", str(self.latency_ms), *self.names]
+        words = [sys.executable, "-m", "lowcomm.comm.testbed", str(self.latency_ms), str(self.loss_percent)]
+        words += self.names
         self._forwarder = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         if self._forwarder.stdout.readline() != "ready\n":
             raise ConfigError("the process that forwards packets between TUN devices did not start")
@@ -206,8 +234,8 @@ class Testbed:
             return
         for where, device, rate in ((self.names[node], "eth0", rates.up), (self._switch, self._port(node), rates.down)):
             _run(*_inside(where), *_bucket(device, rate * 1e6))
-        if self.latency_ms:  # below the bucket of what the node sends
-            delay = ["netem", "delay", f"{self.latency_ms}ms", "limit", "100000"]
+        if self._is_delayed:  # below the bucket of what the node sends
+            delay = ["netem", "delay", f"{self.latency_ms}ms", "loss", f"{self.loss_percent}%", "limit", "100000"]
             inside = _inside(self.names[node])
             parent = ["parent", "1:1"] if math.isfinite(rates.up) else ["root"]
             _run(*inside, "tc", "qdisc", "replace", "dev", "eth0", *parent, "handle", "10:", *delay)
@@ -269,10 +297,11 @@ def _tun(namespace: str) -> int:
 
 
 class _Forwarder:
-    """Forwards packets between TUN devices, each with a rate up and down, and a latency between all."""
+    """Forwards packets between TUN devices, each with a rate up and down; some are lost, all others take a latency."""
 
-    def __init__(self, devices: Sequence[int], latency_s: float):
-        self.devices, self.latency_s = devices, latency_s
+    def __init__(self, devices: Sequence[int], latency_s: float, lost: float = 0.0):
+        self.devices, self.latency_s, self.lost = devices, latency_s, lost
+        self._draw = random.Random(0)
         self.up = [math.inf] * len(devices)
         self.down = [math.inf] * len(devices)
         self._left = [0.0] * len(devices)  # when what a node has sent so far is on its way
@@ -290,7 +319,10 @@ class _Forwarder:
         there = max(left + self.latency_s, self._arrived[to] + bits / self.down[to])
         if left - now > QUEUE_S or there - left - self.latency_s > QUEUE_S:
             return
-        self._left[node], self._arrived[to] = left, there
+        self._left[node] = left
+        if self._draw.random() < self.lost:
+            return
+        self._arrived[to] = there
         heapq.heappush(self._flying, (there, next(self._order), to, packet))
 
     def give(self, now: float) -> float | None:
@@ -323,7 +355,7 @@ class _Forwarder:
 
 
 if __name__ == "__main__":
-    _latency_ms, *_names = sys.argv[1:]
-    _forwarder = _Forwarder([_tun(name) for name in _names], float(_latency_ms) / 1e3)
+    _latency_ms, _loss_percent, *_names = sys.argv[1:]
+    _forwarder = _Forwarder([_tun(name) for name in _names], float(_latency_ms) / 1e3, float(_loss_percent) / 100)
     print("ready", flush=True)
     _forwarder.run()

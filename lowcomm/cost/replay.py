@@ -78,10 +78,10 @@ def _key(span: Span) -> tuple[str, str, tuple[int, ...]]:
 
 
 def recorded(traces: Sequence[Sequence[Span]]) -> Replay:
-    """Return the time and the utilisation that the traces themselves record."""
+    """Return the time and the utilisation that the traces themselves record, without waits after a `window`."""
     begin = min(s.submitted for t in traces for s in t)
-    end = max(s.left_wait for t in traces for s in t)
-    waited = [sum(s.left_wait - s.entered_wait for s in t) for t in traces]
+    end = max(s.left_wait if s.entered_wait < math.inf else s.submitted for t in traces for s in t)
+    waited = [sum(map(_waited, t)) for t in traces]
     return Replay(np.asarray(end - begin), np.asarray(1 - np.mean(waited) / (end - begin)))
 
 
@@ -89,7 +89,11 @@ def hidden(traces: Sequence[Sequence[Span]], purpose: str) -> float:
     """Share of the time that transfers took during which no rank waited for them."""
     spans = [s for t in traces for s in t if s.purpose == purpose]
     took = sum(s.finished - s.submitted for s in spans)
-    return 1 - sum(s.left_wait - s.entered_wait for s in spans) / took if took else 1.0
+    return 1 - sum(map(_waited, spans)) / took if took else 1.0
+
+
+def _waited(span: Span) -> float:
+    return span.left_wait - span.entered_wait if span.entered_wait < math.inf else 0.0
 
 
 def _program(trace: Sequence[Span], begin: float) -> list[tuple[float, str, Span]]:

@@ -65,6 +65,10 @@ class TokenData:
 
     def __init__(self, folder: Path, *, seq_len: int, global_batch: int, seed: int):
         self.card = read_card(folder)
+        tokenizer = folder / "tokenizer.model"
+        if not tokenizer.exists() or sha256(tokenizer) != self.card["tokenizer_sha256"]:
+            state = "is not the one of its card" if tokenizer.exists() else "is gone"
+            raise ConfigError(f"{tokenizer} {state}: prepare the corpus again (dvc repro -f data)")
         self.seq_len, self.global_batch, self.seed = seq_len, global_batch, seed
         self._splits = {split: self._open(folder, split) for split in self.card["splits"]}
         self._train = self._splits["train"]

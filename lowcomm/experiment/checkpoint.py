@@ -1,13 +1,14 @@
 """Checkpoints: atomic, checksummed, read without executing code.
 
 A checkpoint is a folder `step-00000120` with, for each rank, `rank-000.safetensors` (its tensors) and `rank-000.json`
-(what else it needs), and one `manifest.json` (of which run and step, and the digests of all files). It is written
-under another name and renamed when every rank's files are on disk, so a folder of that name is whole. All ranks
-see one folder (a shared file system, where they are on several machines).
+(what else it needs), and one `manifest.json` (of which run and step, which tensors there are, and the digests of all
+files). It is written under another name and renamed when every rank's files are on disk, so a folder of that name is
+whole. All ranks see one folder (a shared file system, where they are on several machines).
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -24,7 +25,7 @@ from lowcomm.experiment.source import sha256
 from lowcomm.settings import ConfigError, first_difference
 
 log = logging.getLogger("lowcomm")
-VERSION = 2
+VERSION = 3
 
 
 def _flush(path: Path) -> None:
@@ -74,9 +75,11 @@ class Checkpoints:
         save_tensors(tensors, partial / names[0])
         self._write_json(partial / names[1], meta)
         everyone = self.world.tell({name: sha256(partial / name) for name in names})
+        shapes = self.world.tell({name: list(tensor.shape) for name, tensor in tensors.items()})
         if self.world.rank == 0:
             files = {name: digest for digests in everyone for name, digest in digests.items()}
             manifest = {"version": VERSION, "step": step, "ranks": self.world.size, "run": run, "sha256": files}
+            manifest["tensors"] = shapes
             self._write_json(partial / "manifest.json", manifest)
             if final.exists():
                 _remove(final)
@@ -152,7 +155,11 @@ class Checkpoints:
         for name in names:
             if sha256(path / name) != manifest["sha256"][name]:
                 raise ValueError(f"{name} does not match its checksum")
-        return load_file(path / names[0]), json.loads((path / names[1]).read_text())
+        tensors = load_file(path / names[0])
+        there = {name: list(tensor.shape) for name, tensor in tensors.items()}
+        if differs := first_difference(manifest["tensors"][self.world.rank], there, "in the manifest"):
+            raise ValueError(f"{names[0]}: the shape of tensor {differs}")
+        return tensors, json.loads((path / names[1]).read_text())
 
     def clear(self) -> None:
         """Remove all, when the run is complete."""
@@ -160,5 +167,5 @@ class Checkpoints:
         if self.world.rank == 0 and self.folder.exists():
             for step in self.steps():
                 _remove(self._path(step))
-            if not self.folder.is_symlink():
-                shutil.rmtree(self.folder)
+            with contextlib.suppress(OSError):  # a link, or somebody keeps something else there
+                self.folder.rmdir()

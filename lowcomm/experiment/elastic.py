@@ -3,6 +3,11 @@
     lowcomm store 29400                                      on a machine that stays
     lowcomm train diloco_m8 --store head:29400 --slot 3      on each of eight machines; again, whenever it has ended
 
+A replica that is a pipeline is a torchrun of its own, whose ranks are its stages, and leaves as a whole when one fails:
+
+    torchrun --standalone --nproc-per-node 4 --max-restarts 10 \\
+        -m lowcomm.train diloco_m8 --set stages=4 --store head:29400 --slot 3
+
 Each slot has a folder of its own, on its own machine: what it has measured, a checkpoint to come back from when all
 others are gone, and at the end a summary that says who took part in each round. A replica that is told to stop
 (SIGTERM) leaves, and nobody waits for it.
@@ -18,14 +23,15 @@ from typing import Any
 from lowcomm.comm.membership import Rules
 from lowcomm.comm.notes import Notes
 from lowcomm.comm.start import world
+from lowcomm.comm.world import World
 from lowcomm.experiment.batches import TokenData
 from lowcomm.experiment.checkpoint import Checkpoints
 from lowcomm.experiment.claim import Claim
 from lowcomm.experiment.config import RunConfig
 from lowcomm.experiment.run_folder import Metrics, RunFolder
 from lowcomm.experiment.source import source_digest
-from lowcomm.experiment.stop import requested
-from lowcomm.experiment.train import OnRow, environment, put_back, started_with, write_results
+from lowcomm.experiment.stop import StopAgreement
+from lowcomm.experiment.train import OnRow, claimed, environment, put_back, started_with, write_results
 from lowcomm.experiment.trainer import Trainer
 from lowcomm.methods.elastic import ElasticUpdates
 from lowcomm.settings import ConfigError
@@ -50,6 +56,7 @@ def train_elastic(
     rules: Rules | None = None,
     quorum: int | None = None,
     host: str | None = None,
+    own: World | None = None,
     on_row: OnRow | None = None,
     again: bool = False,
 ) -> dict[str, Any]:
@@ -62,6 +69,7 @@ def train_elastic(
         data_folder: the prepared corpus.
         folder: of the run; the slot's is one in it.
         rules, quorum, host: as for `ElasticUpdates`.
+        own: the ranks of this slot, the stages of its pipeline; by default those that torchrun has started.
         on_row: sees each metrics row.
         again: replace a finished run in the slot's folder, or another one.
 
@@ -70,21 +78,20 @@ def train_elastic(
     """
     folder = slot_folder(RunFolder.beside(folder) if isinstance(folder, Path) else folder, slot)
     _check(config, slot)
+    own = own or world(replicas=1, stages=config.stages, comm=config.comm)
     folder.make()
     t = config.train
     data = TokenData(data_folder, seq_len=t.seq_len, global_batch=t.global_batch, seed=config.seed)
     run = config.identity() | {"slot": slot, "tokenizer": data.card["tokenizer_sha256"]}
-    claim = Claim(folder, run, again=again)
-    try:
+    begun = started_with(config, data)
+    own.agree(begun)
+    with claimed(folder, own, run, again=again) as claim:
         told = {"notes": notes, "slot": slot, "slots": config.replicas, "rules": rules, "quorum": quorum, "host": host}
-        own = world(comm=config.comm)
-        trainer = Trainer(config, own, data, elastic=told | {"begun": started_with(config, data)})
+        trainer = Trainer(config, own, data, elastic=told | {"begun": begun})
         try:
             return _train(trainer, folder, run, claim, on_row)
         finally:
             trainer.engine.close()
-    finally:
-        claim.release()
 
 
 def _check(config: RunConfig, slot: int) -> None:
@@ -94,8 +101,8 @@ def _check(config: RunConfig, slot: int) -> None:
         raise ConfigError(f"slot {slot} is none of the {config.replicas} of run {config.name}: they count from 0")
     if not config.exchanges_parameters:
         raise ConfigError(f"elastic replicas need local updates, not method.exchange = {config.method.exchange}")
-    if config.stages > 1:
-        raise ConfigError(f"elastic replicas hold whole models, not stages = {config.stages}")
+    if config.method.route != "fixed":
+        raise ConfigError(f"elastic replicas are pipelines of their own, not method.route = {config.method.route}")
     if config.constraint is not None and config.method.boundary.update_every_steps:
         raise ConfigError("elastic replicas keep their subspace: method.boundary.update_every_steps must be 0")
     asked = {"train.evaluate_also": t.evaluate_also, "train.record_spread": t.record_spread}
@@ -105,32 +112,35 @@ def _check(config: RunConfig, slot: int) -> None:
 
 
 def _train(
-    trainer: Trainer, folder: RunFolder, run: dict[str, Any], claim: Claim, on_row: OnRow | None
+    trainer: Trainer, folder: RunFolder, run: dict[str, Any], claim: Claim | None, on_row: OnRow | None
 ) -> dict[str, Any]:
-    config, t, engine = trainer.config, trainer.config.train, trainer.engine
+    config, t, engine, own = trainer.config, trainer.config.train, trainer.engine, trainer.world
     assert isinstance(engine, ElasticUpdates)
-    checkpoints = Checkpoints(folder.checkpoints, trainer.world, config.checkpoint.keep)
+    checkpoints = Checkpoints(folder.checkpoints, own, config.checkpoint.keep)
     found = checkpoints.newest(run)
     if found is None:
-        if not folder.metrics(0).exists():  # else an earlier start was killed before its first checkpoint
-            claim.begin()
-        folder.source.write_text(_SOURCE)
+        if claim:
+            if not folder.metrics(0).exists():  # else an earlier start was killed before its first checkpoint
+                claim.begin()
+            folder.source.write_text(_SOURCE)
+        own.barrier()
     else:
         step, tensors, _ = found
         put_back(trainer, step, tensors, folder)
     engine.join()
     log.info("slot %d has joined at step %d, after %d rounds", engine.slot, engine.steps_done, engine.rounds_done)
-    metrics, clock = Metrics(folder.metrics(0), None), Metrics(folder.clock(0), None)
-    trainer.world.clock.start(0.0)
-    saved = engine.steps_done
+    metrics, clock = Metrics(folder.metrics(own.rank), None), Metrics(folder.clock(own.rank), None)
+    stop = StopAgreement(own, config.comm.timeout_s)
+    own.clock.start(0.0)
+    saved, taken = engine.steps_done, 0
     try:
-        while engine.is_training and not requested.is_set():
-            step = engine.steps_done + 1
+        while engine.is_training and not stop.before(taken + 1):
+            step, taken = engine.steps_done + 1, taken + 1
             row = trainer.step(step)
             if step < t.steps and engine.is_spokesman:  # at the end each evaluates, for its summary
                 row |= trainer.evaluations(step)
             metrics.add(row | {"tokens": engine.tokens_read, "rounds": engine.rounds_done})
-            clock.add({"step": step, "seconds": trainer.world.clock.elapsed()})
+            clock.add({"step": step, "seconds": own.clock.elapsed()})
             if on_row is not None:
                 on_row(trainer, row)
             if step % t.log_every == 0:
@@ -150,9 +160,11 @@ def _train(
         summary = _summary(trainer)
         write_results(trainer, folder, summary)
         checkpoints.clear()
-        claim.done()
+        if claim:
+            claim.done()
         return summary
     finally:
+        stop.close()
         metrics.close()
         clock.close()
 

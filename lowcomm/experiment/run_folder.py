@@ -42,13 +42,14 @@ class Metrics:
         self._held.append(row)
 
     def write(self) -> None:
-        """Put the rows kept so far into the file. Raises NotFinite at a loss that is not finite."""
+        """Put the rows kept so far into the file. Raises NotFinite at a training or validation loss that is not."""
         for row in self._held:
             plain = {k: v.item() if hasattr(v, "item") else v for k, v in row.items()}
-            if not math.isfinite(plain.get("loss", 0.0)):
-                from lowcomm.codecs.bits import NotFinite  # with torch, for which the reading of results need not wait
+            for key in ("loss", "val_loss"):
+                if not math.isfinite(plain.get(key, 0.0)):
+                    from lowcomm.codecs.bits import NotFinite  # with torch, which the reading of results does without
 
-                raise NotFinite(f"the loss of step {plain['step']} is {plain['loss']}: training has diverged")
+                    raise NotFinite(f"the {key} of step {plain['step']} is {plain[key]}: training has diverged")
             self._file.write(json.dumps(plain) + "\n")
         self._held.clear()
         self._file.flush()
@@ -172,7 +173,10 @@ class RunFolder:
     def read_summary(self) -> dict[str, Any] | None:
         """The summary of a complete run, None where there is none. Raises ConfigError that names a damaged file."""
         try:
-            return json.loads(self.summary.read_text())
+            found = json.loads(self.summary.read_text())
+            if not isinstance(found, dict) or "complete" not in found or not isinstance(found.get("run"), dict):
+                raise ValueError("it does not say of which run it is")
+            return found
         except FileNotFoundError:
             return None
         except ValueError as error:
@@ -198,8 +202,11 @@ class RunFolder:
         return sorted(p.name for p in self.out.iterdir() if p.name not in own) if self.out.exists() else []
 
     def check_own(self) -> None:
-        """Raise ConfigError where there is what a run may leave behind, but nothing that says that a run has."""
-        if self.summary.exists() or self.settings.exists():
+        """Raise ConfigError where there is what a run may leave behind, but nothing that says that a run has.
+
+        So it does for a summary that is none of a run.
+        """
+        if self.read_summary() is not None or self.settings.exists():
             return
         if found := [path.name for path in (*self._folders, *self._files) if path.exists() or path.is_symlink()]:
             raise ConfigError(
@@ -208,13 +215,15 @@ class RunFolder:
             )
 
     def clear(self) -> None:
-        """Remove what a run left here, and nothing else; of a folder that is a link, what is in it."""
+        """Remove what a run left here, and nothing else: folders too, if nothing else is in them, but no link."""
+        for path in self.checkpoints.glob("step-" + "[0-9]" * 8 + "*"):
+            if path.suffix in ("", ".partial", ".gone"):
+                shutil.rmtree(path, ignore_errors=True)
+        for path in (self.out / "metrics").glob("rank-*.jsonl"):
+            path.unlink()
         for folder in self._folders:
-            if folder.is_symlink():
-                for path in folder.iterdir() if folder.is_dir() else ():
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
-            else:
-                shutil.rmtree(folder, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                folder.rmdir()
         for file in (*self._files, self.source, *self.times.glob("trace-*.jsonl")):
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 file.unlink()

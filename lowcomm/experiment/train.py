@@ -67,7 +67,7 @@ def train(
     world.agree(started_with(config, data))
     trainer = Trainer(config, world, data)
     run = config.identity() | {"tokenizer": data.card["tokenizer_sha256"]}
-    with _claimed(folder, world, run, again=again) as claim:
+    with claimed(folder, world, run, again=again) as claim:
         return _train(trainer, folder, run, claim, on_row)
 
 
@@ -82,7 +82,7 @@ def started_with(config: RunConfig, data: TokenData) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _claimed(folder: RunFolder, world: World, run: dict[str, Any], *, again: bool) -> Iterator[Claim | None]:
+def claimed(folder: RunFolder, world: World, run: dict[str, Any], *, again: bool) -> Iterator[Claim | None]:
     """Hold the run's folder inside, by a claim that rank 0 has. Raises ConfigError, also where ranks see several."""
     claim = Claim(folder, run, again=again) if world.rank == 0 else None
     try:
@@ -125,7 +125,7 @@ def _train(
         log.warning("%s warms up for %d steps and ends after %d", config.name, t.warmup_steps, t.steps)
     metrics = Metrics(folder.metrics(world.rank), start)
     clock = Metrics(folder.clock(world.rank), start)
-    stop = StopAgreement(world)
+    stop = StopAgreement(world, config.comm.timeout_s)
     world.clock.start(elapsed)
     step = start
     try:

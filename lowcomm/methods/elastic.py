@@ -48,6 +48,7 @@ import torch
 from torch import Tensor, nn
 
 from lowcomm.codecs import message_seed
+from lowcomm.comm.axis import UNBILLED
 from lowcomm.comm.elastic import Elastic, Payload
 from lowcomm.comm.membership import Round, Rules
 from lowcomm.comm.notes import Notes
@@ -151,6 +152,9 @@ class ElasticUpdates(Engine):
         seed: of everything random (groups, codecs); the same for all.
         host: the address by which others reach this machine; by default that by which it reaches the store.
         begun: what else all must have been started with, by name.
+        world: of a replica that is a pipeline: its own ranks, each with the parameters of its stage
+            (`lowcomm.world(stages=...)` under a torchrun of its own). They come and go as one, the first leads
+            (`lowcomm.comm.stages`), and all take turns after the same steps.
         on_leave, on_join: called with the round, as it is applied, and the slots that it is without, or with again.
         constrain, layers: as for `LocalUpdates`.
 
@@ -179,12 +183,13 @@ class ElasticUpdates(Engine):
         on_leave: Event | None = None,
         on_join: Event | None = None,
         begun: Mapping[str, Any] | None = None,
+        world: World | None = None,
         constrain: Change | None = None,
         layers: int | None = None,
         **settings: Any,
     ):
         self.method = method = with_settings(method or LocalUpdates.default, settings)
-        self.slot, self.steps, self.seed = slot, steps, seed
+        self.slot, self.steps, self.seed, self.world = slot, steps, seed, world
         self.on_leave, self.on_join = on_leave, on_join
         self.named = named_parameters(model, trained=method.trainable != "slice")
         shapes = {name: tuple(p.shape) for name, p in self.named.items()}
@@ -202,31 +207,42 @@ class ElasticUpdates(Engine):
         self._gap = _Gap(0, is_whole=True)
         self._watch: _Watch | None = None
         self._present = tuple(range(slots))
-        # Of the round met last: the outer state that it leads to is others' to have at once, and the model's when due.
+        # The outer state after the round met last: newcomers have it at once, the model at the step where it is due.
         self._version, self._met = 0, {}
+        self._loaded = self._is_finished = False
         self._lock = threading.Condition()
         self._under_way: tuple[int, Future[Round | None]] | None = None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=f"elastic-{slot}")
-        own = {"slots": slots, "steps": steps, "seed": seed}
-        self._agree(notes, "settings", begun_with(method, self.named, **{**(begun or {}), **own}))
+        stage, stages = (0, 1) if world is None else (world.stage, world.stages)
+        quorum = quorum or max(1, slots // 2)
+        own = {"slots": slots, "steps": steps, "seed": seed, "stages": stages, "quorum": quorum}
+        self._agree(notes, f"settings/{stage}", begun_with(method, self.named, **{**(begun or {}), **own}))
+        who = f"{slot}.{uuid.uuid4().hex[:12]}"
+        if stages > 1:
+            who = world.tell(who, axis="stage")[0]
+            self._check_turns(world)
         self.notes = notes
         self.elastic = Elastic(
             notes,
-            f"{slot}.{uuid.uuid4().hex[:12]}",
+            who,
             slot,
             slots=slots,
-            quorum=quorum or max(1, slots // 2),
+            quorum=quorum,
             end=len(self._turns),
             rules=rules,
             host=host,
             serve=self._serve,
             load=self._load,
+            stage=stage,
+            stages=stages,
         )
+        if stages > 1:
+            world.tell("", axis="stage")  # by now all can be reached
 
     @classmethod
     def of(cls, model: nn.Module, world: World, method: MethodConfig, **known: Any) -> ElasticUpdates:
-        """Elastic updates of a model; `known` as for the constructor, `notes` among them. The world is not used."""
-        return cls(model, known.pop("notes"), method=method, **known)
+        """Elastic updates of a model in the world of a replica; `known` as for the constructor, `notes` among them."""
+        return cls(model, known.pop("notes"), method=method, world=world, **known)
 
     def _check(self) -> None:
         m = self.method
@@ -243,6 +259,24 @@ class ElasticUpdates(Engine):
                 f"method.overlap_steps = {tau} is no less than the {apart} steps between two turns: elastic rounds come"
                 " one after the other"
             )
+
+    def _check_turns(self, world: World) -> None:
+        """Raise ConfigError at all stages where they do not take turns after the same steps."""
+        after = [turn.step for turn in self._turns]
+        told = world.tell([len(self.fragments), hashlib.sha256(repr(after).encode()).hexdigest()], axis="stage")
+        for stage, (count, digest) in enumerate(told):
+            if digest != told[0][1]:
+                raise ConfigError(
+                    f"the stages of an elastic replica must take turns after the same steps, but stage {stage} has"
+                    f" {count} fragments and the first {told[0][0]}"
+                )
+
+    def _says(self, value: float) -> float:
+        """Return what the first stage says, where there are several."""
+        if self.world is None or self.world.stages == 1:
+            return value
+        told = torch.tensor([value], dtype=torch.float64, device=self.world.device)
+        return self.world.broadcast(told, purpose=UNBILLED, axis="stage").item()
 
     def _digest(self) -> str:
         found = hashlib.sha256()
@@ -267,10 +301,11 @@ class ElasticUpdates(Engine):
         """
         try:
             self.elastic.read()
-            if not self._version and not self.elastic.roll.rounds:
-                self._agree(self.notes, "weights", {"initial weights": self._digest()})
+            if self._says(not self._version and not self.elastic.roll.rounds):
+                self._agree(self.notes, f"weights/{self.elastic.stage}", {"initial weights": self._digest()})
             self.elastic.join(self._version)
             self._catch_up()
+            self._gap = _Gap(self.steps_done, is_whole=self.steps_done == 0)
         except BaseException:
             self.close()
             raise
@@ -311,7 +346,7 @@ class ElasticUpdates(Engine):
         self._tokens += tokens
         self.tokens_read += tokens
         self.steps_done = self._gap.after_step(self._until, self.pace)
-        if self._watch is not None and self._watch.says_hurry:
+        if self._says(self._watch is not None and self._watch.says_hurry):
             self._hurry()
         while self._is_turn():
             self._send()
@@ -321,6 +356,8 @@ class ElasticUpdates(Engine):
 
     def finish(self) -> dict[str, float]:
         """Apply what is under way, exchange what has trained since its last turn, and wait for those who come late."""
+        if self._is_finished:
+            return {}
         self._end_watch()
         if self._under_way is not None:
             self._apply()
@@ -329,6 +366,7 @@ class ElasticUpdates(Engine):
             if self._under_way is not None:
                 self._apply()
         self.elastic.wait_for_the_late()
+        self._is_finished = True
         return {}
 
     def close(self) -> None:
@@ -369,16 +407,17 @@ class ElasticUpdates(Engine):
         waited_s = self._end_watch()
         if self._under_way is not None:
             self._apply()
-        if len(self.elastic.roll.rounds) > self._next:
+        self.elastic.read()
+        if self._says(len(self.elastic.roll.rounds) > self._next):
             self.missed += 1
             self._catch_up()
         elif self._next == number:
-            self.pace = self._gap.pace_without(waited_s, self.pace, self._until)
+            self.pace = self._says(self._gap.pace_without(waited_s, self.pace, self._until))
             self.steps_done = self._until
 
     def _begin_watch(self) -> None:
-        """Look, beside the inner steps, whether others wait for this replica's next turn."""
-        if self._next < len(self._turns):
+        """Look, beside the inner steps and at the first stage, whether others wait for this replica's next turn."""
+        if self._next < len(self._turns) and self.elastic.stage == 0:
             self._watch = _Watch(self.elastic, self._next)
             self._pool.submit(self._watch.look)
 
@@ -409,6 +448,7 @@ class ElasticUpdates(Engine):
         found = [Payload(fragment.message(), plan.codec, OUTER, seed, sections)]
         if SLOW_WEIGHTS in plan.purposes(turn.number):
             found.append(Payload(fragment.agreed.clone(), plan.fp32, SLOW_WEIGHTS))
+        fragment.release()
         return found
 
     def _meet(self, turn: Turn, payloads: list[Payload], tokens: int) -> Round | None:
@@ -455,17 +495,17 @@ class ElasticUpdates(Engine):
     def _catch_up(self) -> None:
         """Come to where the others are: the latest round's parameters, at the step after which it was sent."""
         self._end_watch()
-        if not self.elastic.catch_up():
+        self._loaded = False
+        if (found := self.elastic.catch_up()) is None:
             raise ConfigError(f"slot {self.slot} has another holder, or the run is over and nobody is left of it")
-        done = len(self.elastic.roll.rounds)
-        if done < self._next:  # the round that this replica has sent for is still open: it sends again
-            self._next, self._tokens = done, self._tokens + self._sent_tokens
-            return
-        if done > self._next:
-            self.steps_done = self._turns[done - 1].step
-        self._next, self._tokens = done, 0
-        self.tokens_read = self.elastic.roll.tokens(self.slot)
-        self._gap = _Gap(self.steps_done, is_whole=done == 0)
+        done, tokens = found
+        if done <= self._next and not self._loaded:  # the round that this replica trains for, or has sent for, is open
+            if done < self._next:
+                self._next, self._tokens = done, self._tokens + self._sent_tokens
+        else:
+            self.steps_done = self._turns[done - 1].step if done else 0
+            self._next, self._tokens, self.tokens_read = done, 0, tokens
+            self._gap = _Gap(self.steps_done, is_whole=done == 0)
         self._begin_watch()
 
     def map(self, change: Change) -> None:
@@ -473,14 +513,25 @@ class ElasticUpdates(Engine):
         raise ConfigError("elastic replicas keep to the subspace that they begin with, as others do")
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The parameters last agreed and the outer state, and which round they are of: what a start can resume from."""
+        """The parameters last agreed and the outer state, and which round they are of: what a start can resume from.
+
+        Where there are several stages, all must ask; the round is the latest that all of them have.
+        """
         with self._lock:
-            state = {
-                f"{index}/{name}": value.detach().cpu().clone()
-                for index, fragment in enumerate(self.fragments)
-                for name, value in self._met.get(index, fragment.outer_state()).items()
-            }
-            return state | {"version": torch.tensor(self._version)}
+            version = self._version
+            if self.world is not None and self.world.stages > 1:
+                version = min(self.world.tell(version, axis="stage"))
+            return self._state(version)
+
+    def _state(self, version: int) -> dict[str, Tensor]:
+        """Return the state as of the round met last, or as of the one before. The lock is held."""
+        met = self._met if version == self._version else {}
+        state = {
+            f"{index}/{name}": value.detach().cpu().clone()
+            for index, fragment in enumerate(self.fragments)
+            for name, value in met.get(index, fragment.outer_state()).items()
+        }
+        return state | {"version": torch.tensor(version)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Put back what `state_dict` gave; the model's parameters become those last agreed."""
@@ -495,8 +546,9 @@ class ElasticUpdates(Engine):
         with self._lock:
             if not self._lock.wait_for(lambda: self._version >= wanted, self.elastic.rules.timeout_s):
                 return None
-        state = self.state_dict()
+            state = self._state(self._version)
         return int(state["version"]), safetensors.torch.save(state)
 
     def _load(self, raw: bytes) -> None:
+        self._loaded = True
         self.load_state_dict(safetensors.torch.load(raw))

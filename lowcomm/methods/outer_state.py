@@ -104,3 +104,5 @@ class OuterState:
                     f"outer state {name} has the shape {list(values[name].shape)}, not {list(value.shape)}"
                 )
             value.copy_(values[name])
+        if self._here is not self._home:
+            self._here = {}

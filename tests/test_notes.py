@@ -1,0 +1,102 @@
+"""Notes in a store that is slow, breaks, or is another one than it was."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from lowcomm import elastic_store
+from lowcomm.comm.notes import KeyValueStore, Notes
+from tests.harness import in_threads
+
+
+class Kept:
+    """A store in this process. `slow_s`: how long it takes to answer; `is_broken`: whether its connection is gone."""
+
+    def __init__(self, slow_s: float = 0.0):
+        self.texts: dict[str, str] = {}
+        self.slow_s, self.is_broken = slow_s, False
+
+    def _answer(self) -> None:
+        time.sleep(self.slow_s)
+        if self.is_broken:
+            raise RuntimeError("connection reset")
+
+    def set(self, key: str, value: str) -> None:
+        self._answer()
+        self.texts[key] = value
+
+    def get(self, key: str) -> bytes:
+        self._answer()
+        return self.texts[key].encode()
+
+    def check(self, keys: list[str]) -> bool:
+        self._answer()
+        return all(key in self.texts for key in keys)
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        self._answer()
+        return self.texts.setdefault(key, desired).encode()
+
+
+def test_a_question_is_answered_while_another_is_under_way() -> None:
+    notes = Notes(Kept(slow_s=0.02), 5.0)
+    notes.write("there", "yes")
+
+    def ask(key: str) -> list[str | None]:
+        return [notes.look(key) for _ in range(10)]
+
+    found, others = in_threads(lambda: ask("there"), lambda: ask("elsewhere"))
+    assert found == ["yes"] * 10
+    assert others == [""] * 10
+
+
+@pytest.mark.fault("the connection to the store breaks", "another is made, and the store is asked over that")
+def test_a_connection_that_breaks_is_made_anew() -> None:
+    first, second = Kept(), Kept()
+    second.texts = first.texts
+    notes = Notes(first, 5.0, connect=lambda: second)
+    notes.write("there", "yes")
+    first.is_broken = True
+    assert notes.look("there") is None
+    assert notes.look("there") == "yes"
+
+
+@pytest.mark.fault(
+    "a store of the membership is started anew, empty, in the place of the one that was",
+    "it counts as no answer: nothing is written into another history",
+)
+def test_another_store_in_its_place_counts_as_none() -> None:
+    first, second = Kept(), Kept()
+    stores: list[KeyValueStore] = [second, second, first]
+    notes = Notes(first, 5.0, connect=lambda: stores.pop(0))
+    notes.write("there", "yes")
+    first.is_broken = True
+    assert [notes.look("there") for _ in range(3)] == [None] * 3
+    first.is_broken = False
+    assert notes.look("there") == "yes"
+    assert "lowcomm/there" not in second.texts
+
+
+@pytest.mark.fault("the store does not answer in time", "whoever asks goes on; it is asked over another connection")
+def test_a_store_that_is_too_slow_is_asked_over_another_connection() -> None:
+    first, second = Kept(), Kept()
+    second.texts = first.texts
+    notes = Notes(first, 0.2, connect=lambda: second)
+    notes.write("there", "yes")
+    first.slow_s = 60.0
+    begin = time.monotonic()
+    assert notes.look("there") is None
+    assert notes.look("there") == "yes"
+    assert time.monotonic() - begin < 10
+
+
+def test_many_notes_are_had_at_once(store: Notes) -> None:
+    notes = elastic_store(f"127.0.0.1:{store.port}")
+    for i in range(5):
+        notes.write(f"log/{i}", str(i))
+    keys = [f"log/{i}" for i in range(6)]
+    assert notes.look_all(keys[:5]) == ["0", "1", "2", "3", "4"]
+    assert notes.look_all(keys) is None
+    assert Notes(Kept(), 5.0).look_all(keys) is None  # one at a time, then
