@@ -50,7 +50,7 @@ def shortest(faults: list[Fault], seed: int) -> list[Fault]:
 
 
 @pytest.mark.fault(
-    "1,000 seeded schedules of kills, pauses, cuts, delays, corruption, late joins, lost logs and lost disks, simulated",
+    "1,000 seeded schedules of kills, pauses, cuts, delays, corruption, late joins, lost logs and disks, simulated",
     "members agree bit for bit, no newcomer is a donor, each token counts once, messages are those of the plan",
 )
 def test_a_thousand_schedules_of_faults() -> None:

@@ -90,6 +90,9 @@ def test_slow_machines_keep_gradients_and_pipelines_waiting_and_not_local_update
     np.testing.assert_allclose(longer[alone].days, 8 / (6 + 2 * 0.5), rtol=1e-6)
     assert longer[~alone].days.between(1.95, 2).all()  # messages take as long as they did
     cluster = dataclasses.replace(_cluster(1e9), slow=3, slow_speed=0.5)
+    rows = {(row.stages, row.method): row for row in plan(cluster, JOB, PENALTIES).itertuples()}
+    assert "--slot N     # N from 0 to 7, on each" in planner.command(rows[1, "every 30 steps"], cluster)
+    assert "torchrun --nnodes 8" in planner.command(rows[1, "gradients"], cluster)
     assert cluster.speeds(8) == [1.0] * 5 + [0.5] * 3
     assert cluster.speeds(4) == [1.0, 1.0, 0.5, 0.5]
     with pytest.raises(ValueError, match="slow must be fewer than nodes = 8"):
@@ -405,7 +408,6 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     uneven = capsys.readouterr().out
     assert "between any two, the last 2 at 0.25 of that speed." in uneven
     assert "what that costs in loss no run has measured" in uneven
-    assert "--slot N     # N from 0 to 7, on each" in uneven
     assert "| method | replicas x stages |" in said
     monkeypatch.setattr(planner, "measured_penalties", lambda: tmp_path / "none" / "penalties.csv")
     assert planner.main([*words, "--penalties", str(table)]) == 0

@@ -500,6 +500,7 @@ class Elastic:
             raise ConfigError(f"slot {slot} and a quorum of {quorum} do not go with {slots} slots")
         self.rules = rules or Rules()
         self.notes, self.log = notes, SharedLog(notes)
+        self._reading = threading.Lock()
         self._addresses: dict[str, tuple[str, int]] = {}
         self.roll, self.stage = Roll(slots, quorum, end), stage
         self.ledger, self.step = Ledger(), 0
@@ -680,16 +681,18 @@ class Elastic:
 
     def read(self) -> bool:
         """Read on in the log; False where it cannot be reached."""
-        try:
-            while (entry := self.log.read(self.roll.length)) is not None:
-                self.roll.take(entry)
-        except CommError:
-            return False
-        return True
+        with self._reading:
+            try:
+                while (entry := self.log.read(self.roll.length)) is not None:
+                    self.roll.take(entry)
+            except CommError:
+                return False
+            return True
 
     def _say(self, entry: Entry) -> bool:
         try:
-            self.log.append(entry)
+            with self._reading:
+                self.log.append(entry)
         except CommError:
             time.sleep(_LOOK_S)
             return False

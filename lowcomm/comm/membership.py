@@ -394,8 +394,10 @@ class Member:
     def leave(self) -> Generator[Request, Any, None]:
         """Give the slot up, so that nobody waits for this replica."""
         for _ in range(3):  # what is said of an attempt that has just ended is not heard
-            if self.roll.holds(self.who) and self.slot in self.roll.awaited and not self.roll.is_over:
-                yield Say(Lost(self.who, *self.roll.key, self.who))
+            if not self.roll.holds(self.who) or self.slot not in self.roll.awaited or self.roll.is_over:
+                return
+            if not (yield Say(Lost(self.who, *self.roll.key, self.who))):
+                return
 
     def _go_back(self) -> Generator[Request, Any, None]:
         roll = self.roll

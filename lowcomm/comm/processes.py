@@ -7,6 +7,8 @@ import os
 import queue
 import socket
 import threading
+import time
+import uuid
 import zlib
 from collections import deque
 from collections.abc import Iterator
@@ -24,6 +26,8 @@ from lowcomm.settings import ConfigError
 PIECE_BYTES, PIECES_AHEAD = 2 << 20, 4
 #: The store answers in less than a thousandth of this where all is well.
 _ANSWERED_WITHIN_S = 5.0
+#: Seconds between two looks at whether all ranks have started.
+_LOOK_S = 0.01
 
 
 def elastic_store(address: str, *, hosts: bool = False, timeout_s: float = 30.0) -> Notes:
@@ -67,6 +71,35 @@ def _address_towards(host: str, port: int) -> str:
         return probe.getsockname()[0]
 
 
+def _of_this_start(store: dist.Store, rank: int, size: int, timeout_s: float) -> dist.Store:
+    """The part of a store that is of this start of all ranks, who find each other in it.
+
+    torchrun keeps its store for as long as it lives, and starts ranks again when one has failed; the addresses that an
+    earlier start has left there are nobody's. So each rank leaves a name that is its start's alone, the first calls the
+    names that it finds, and when all have answered to one call, the store's part is the first one's.
+    """
+    me, until = uuid.uuid4().hex, time.monotonic() + timeout_s
+
+    def read(key: str) -> str:
+        return store.get(key).decode() if store.check([key]) else ""
+
+    store.set(f"start/{rank}", me)
+    while time.monotonic() < until:
+        if rank == 0:
+            call = " ".join(read(f"start/{r}") or "-" for r in range(size))
+            if call != read("start/call"):
+                store.set("start/call", call)
+            if all(read(f"start/answer/{name}") == call for name in call.split()[1:]):
+                store.set("start/all", call)
+        elif (call := read("start/call")).split()[rank : rank + 1] == [me]:
+            store.set(f"start/answer/{me}", call)
+        if (names := read("start/all").split())[rank : rank + 1] == [me]:
+            return dist.PrefixStore(f"start/{names[0]}", store)
+        time.sleep(_LOOK_S)
+    there = [r for r in range(size) if read(f"start/{r}")]
+    raise CommError(f"of {size} ranks only {there} have started in {timeout_s:g} s")
+
+
 def _bytes_of(x: Tensor) -> Tensor:
     return x.view(-1).view(torch.uint8)
 
@@ -106,6 +139,7 @@ class ProcessTransport:
             where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             raise CommError(f"the ranks' store at {where} cannot be had: {str(error).splitlines()[0]}") from None
         store.set_timeout(self.timeout)
+        store = _of_this_start(store, self.rank, self.size, timeout_s)
         # Of a connection of its own: notes are read while other calls block.
         self._notes = Notes(store.clone(), min(timeout_s, _ANSWERED_WITHIN_S))
         if self.uses_nccl:
