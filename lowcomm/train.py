@@ -13,11 +13,14 @@ micro-batches, and `method.route` says whether they keep to their own replica or
 replicas x stages ranks.
 
 On several machines ranks are torchrun's too. Each machine needs this folder and the corpus, prepared at the scale of
-the run (lowcomm prepare), and --out must be a folder that all machines share. Gloo advertises the address to which the
-machine's name resolves; where that is 127.0.0.1, set GLOO_SOCKET_IFNAME to the network's interface.
+the run (lowcomm prepare), and --out must be a folder that all machines share. Ranks use the interface by which a
+machine reaches the first one, or the one that GLOO_SOCKET_IFNAME names. A machine that was lost may be started anew, by
+the same command, as often as --max-restarts says: all go on from the last checkpoint. (Where the first machine's name
+does not resolve to the endpoint's address, torchrun needs --rdzv-conf is_host=1 there, and is_host=0 elsewhere.)
 
-    torchrun --nnodes 4 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint first-machine:29500 \\
-        -m lowcomm.train noloco --variant dp4_pp2 --scale gpu --out /shared/noloco
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1      # else torchrun waits in vain for a machine that is started anew
+    torchrun --nnodes 4 --nproc-per-node 2 --max-restarts 10 --rdzv-backend c10d --rdzv-endpoint first-machine:29500 \\
+        -m lowcomm.train noloco --variant dp4_pp2 --scale gpu --out /shared/noloco --set checkpoint.every_steps=500
 
 Where machines leave and come back, replicas of local updates need no torchrun: each is started by itself, as often as
 it has ended, and goes on with whoever is there (`lowcomm.ElasticUpdates`). Each slot has a folder in --out.

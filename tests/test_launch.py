@@ -24,9 +24,9 @@ from pipelines import launch as launching
 from pipelines.launch import (
     Job,
     LaunchError,
+    Tail,
     _clear_others,
     _digest,
-    _Tail,
     curve_svg,
     launch,
     launch_all,
@@ -410,7 +410,7 @@ def test_the_command_line_refuses_what_contradicts_all(corpus: Path, tmp_path: P
 
 def test_the_tail_gives_whole_lines_once(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    tail = _Tail(path)
+    tail = Tail(path)
     assert tail.rows() == []
     path.write_text('{"step": 1}\n{"st')
     assert tail.rows() == [{"step": 1}]

@@ -7,9 +7,11 @@ import math
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from lowcomm import ConfigError
@@ -18,7 +20,11 @@ from lowcomm.comm.testbed import Testbed, missing
 from lowcomm.comm.wire import Span
 from lowcomm.cost.replay import replay
 from lowcomm.cost.tcp import FRAMING, INITIAL, LEAST_TIMEOUT_S, Connection
+from lowcomm.experiment.run_folder import recorded_steps
+from lowcomm.experiment.train import train_in_threads
 from pipelines import links
+from tests.conftest import command_line, small_run
+from tests.harness import clean_environment
 
 here = pytest.mark.skipif(bool(missing()), reason=f"no testbed here: {missing()}")
 far = pytest.mark.skipif(bool(missing(latency=True)), reason=f"no testbed here: {missing(latency=True)}")
@@ -185,8 +191,9 @@ def test_a_connection_opens_by_doubling_and_closes_in_pauses() -> None:
     assert one.seconds(100_000, rate, 0.04, one.ended) == pytest.approx(FRAMING * 8 * 100_000 / rate)
     again = one.ended + 3.5 * (0.08 + LEAST_TIMEOUT_S)  # three time-outs: as it began
     assert one.seconds(200_000, rate, 0.04, again) == pytest.approx(opening + wire)
-    one.touched(again + 5)
-    assert one.seconds(100_000, rate, 0.04, again + 5) == pytest.approx(FRAMING * 8 * 100_000 / rate)
+    one.resume(0.04, one.ended + 0.2)  # a word, before the time-out; the payload follows when the other rank has come
+    one.resume(0.04, one.ended + 0.2)
+    assert one.seconds(100_000, rate, 0.04, one.ended + 0.2) == pytest.approx(FRAMING * 8 * 100_000 / rate)
     two = Connection(2)
     assert two.seconds(40_000, rate, 0.04, 0.0) == pytest.approx(0.08 - 16 * INITIAL / rate + FRAMING * 0.004)
     near = Connection()
@@ -208,6 +215,64 @@ def test_a_verb_waits_for_the_word_of_its_receivers() -> None:
     assert seconds(1) == pytest.approx(1 + 0.04 + one + 0.04)  # at rank 1; rank 0 has its part a latency before
     assert seconds(2) == pytest.approx(1 + 3 * 0.04 + 2 * half)
     assert float(replay(traces(1), 0.08, latency_s=0.04).seconds) == pytest.approx(1 + 0.04 + 8 * 8_000 / 80e6)
+
+
+@pytest.mark.fault(
+    "of two machines under one torchrun each, one dies with all that runs on it, and is started anew",
+    "torchrun starts the other's ranks again too; both go on from the last checkpoint, bit for bit",
+)
+@here
+@pytest.mark.longest
+def test_a_machine_that_dies_and_is_started_anew_joins_again(corpus: Path, tmp_path: Path) -> None:
+    """Machines are namespaces with one name, which resolves to none of them; the interface is found."""
+    config = small_run(train={"steps": 2000}, checkpoint={"every_steps": 20})
+    rendezvous = [
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        "10.77.0.1:29400",
+        "--nnodes",
+        "2",
+        "--max-restarts",
+        "5",
+    ]
+
+    def start(node: int) -> subprocess.Popen:
+        words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", *rendezvous]
+        words += ["--local-addr", bed.address(node), "--rdzv-conf", f"is_host={int(node == 0)}", "-m", "lowcomm.train"]
+        words += command_line(config, corpus, tmp_path / "run")
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        told = clean_environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+        return bed.start(node, words, environment=told, start_new_session=True, **pipes)
+
+    def step() -> int:
+        return recorded_steps(tmp_path / "run" / "metrics" / "rank-000.jsonl")
+
+    def wait_for(reached: int) -> None:
+        end = time.monotonic() + 60
+        while step() < reached:
+            assert time.monotonic() < end
+            assert all(child.poll() is None for child in machines)
+            time.sleep(0.1)
+
+    with Testbed(2) as bed:
+        machines = [start(node) for node in range(2)]
+        wait_for(60)
+        for child in psutil.Process(machines[1].pid).children(recursive=True):
+            child.kill()
+        machines[1].kill()
+        machines[1].wait()
+        died_at = step()
+        machines[1] = start(1)
+        for child in machines:
+            said, _ = child.communicate(timeout=120)
+            assert child.returncode == 0, said
+            if child is machines[0]:
+                assert "resuming diloco_m2 at step" in said
+    assert died_at < 2000
+    train_in_threads(config, corpus, tmp_path / "plain")
+    for name in ("model.safetensors", "metrics/rank-000.jsonl", "metrics/rank-001.jsonl"):
+        assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "plain" / name).read_bytes()
 
 
 @here

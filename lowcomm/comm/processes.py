@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import fcntl
 import os
 import queue
 import socket
+import struct
 import threading
 import time
 import uuid
@@ -71,6 +74,18 @@ def _address_towards(host: str, port: int) -> str:
         return probe.getsockname()[0]
 
 
+def _interface_towards(host: str, port: int) -> str:
+    """The name of the interface that has this machine's address towards another; "" where it cannot be found out."""
+    address, ask = _address_towards(host, port), 0x8915  # SIOCGIFADDR, as Linux has it
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                found = fcntl.ioctl(probe.fileno(), ask, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(found[20:24]) == address:
+                    return name
+    return ""
+
+
 def _of_this_start(store: dist.Store, rank: int, size: int, timeout_s: float) -> dist.Store:
     """The part of a store that is of this start of all ranks, who find each other in it.
 
@@ -133,6 +148,10 @@ class ProcessTransport:
             )
         self.uses_nccl = backend == "nccl" or (backend == "auto" and gpus >= local)
         self.timeout = datetime.timedelta(seconds=timeout_s)
+        if local < int(os.environ["WORLD_SIZE"]) and "GLOO_SOCKET_IFNAME" not in os.environ:
+            # Else gloo tells others the address to which this machine's name resolves, which may be 127.0.0.1.
+            name = _interface_towards(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+            os.environ |= {"GLOO_SOCKET_IFNAME": name} if name else {}
         try:
             store, self.rank, self.size = next(iter(dist.rendezvous("env://", timeout=self.timeout)))
         except RuntimeError as error:

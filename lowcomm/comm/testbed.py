@@ -91,10 +91,15 @@ def _clear_up() -> None:
         name = line.split()[0] if line.strip() else ""
         _, pid, *_ = [*name.split("-"), "", ""]
         if name.startswith("lowcomm-") and pid.isdecimal() and not os.path.exists(f"/proc/{pid}"):
-            for child in _run("ip", "netns", "pids", name).split():
-                with contextlib.suppress(OSError):
-                    os.kill(int(child), signal.SIGKILL)
-            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+            _remove(name)
+
+
+def _remove(name: str) -> None:
+    """Remove a namespace, with whatever still runs in it."""
+    for child in subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout.split():
+        with contextlib.suppress(OSError):
+            os.kill(int(child), signal.SIGKILL)
+    subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
 def _inside(namespace: str) -> list[str]:
@@ -189,7 +194,7 @@ class Testbed:
                 if stream is not None:
                     stream.close()
         for name in [*self.names, self._switch]:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+            _remove(name)
 
     def _wire(self) -> None:
         _run(*_inside(self._switch), "ip", "link", "add", "br0", "type", "bridge")
@@ -263,12 +268,12 @@ class Testbed:
         environment: Mapping[str, str] | None = None,
         **popen: object,
     ) -> subprocess.Popen:
-        """Start a command on a node, which ends with the testbed. `popen`: as for subprocess.Popen.
+        """Start a command on a node, which ends with the testbed, and all that it starts too. `popen`: as Popen's.
 
         rank: makes it a rank as torchrun would, one per node, that meets the others on `port` of the first.
         environment: by default this process'.
         """
-        told = dict(os.environ if environment is None else environment) | {"GLOO_SOCKET_IFNAME": "eth0"}
+        told = dict(os.environ if environment is None else environment)
         if rank is not None:
             told |= {"RANK": str(rank), "WORLD_SIZE": str(self.nodes), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
             told |= {"MASTER_ADDR": self.address(0), "MASTER_PORT": str(port)}

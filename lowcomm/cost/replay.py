@@ -193,15 +193,11 @@ class _Wires:
         """Return for how many seconds bytes that leave at once, to all peers, occupy the wire of the span's rank."""
         if not self.tcp or not nbytes:
             return 8 * nbytes / self.rate
+        return self._connection(span).seconds(nbytes, self.rate, self.latency_s, begin)
+
+    def _connection(self, span: Span) -> Connection:
         peers = tuple(r for r in span.ranks if r != span.rank)
-        key = span.axis, span.rank, peers
-        if key not in self._connections:
-            self._connections[key] = Connection(len(peers))
-        took = self._connections[key].seconds(nbytes, self.rate, self.latency_s, begin)
-        for peer in peers:
-            if (back := self._connections.get((span.axis, peer, (span.rank,)))) is not None:
-                back.touched(begin + took + self.latency_s)
-        return took
+        return self._connections.setdefault((span.axis, span.rank, peers), Connection(len(peers)))
 
     def finished(self, timeline: Timeline, spans: dict[int, Span], submitted: dict[int, Seconds]) -> dict[int, Seconds]:
         """Return, by rank, when a verb that all of its ranks have submitted has arrived there."""
@@ -223,6 +219,7 @@ class _Wires:
         """Return the same over TCP: what a rank is to have leaves when its word has come; then phase follows phase."""
         done: dict[int, Seconds] = {}
         for r, s in spans.items():
+            self._connection(s).resume(self.latency_s, submitted[r])
             others = [at for p, at in submitted.items() if p != r]
             begin = functools.reduce(np.maximum, others, submitted[r] + self.latency_s)
             begin = np.maximum(begin, timeline.free((s.axis, r)))

@@ -8,12 +8,12 @@ round trip, rate x RTT. Before that the link stands still for
 
 in each of them. After a pause of longer than the retransmission time-out (RTT + 0.2 s on Linux) the window is halved,
 once for each time-out in the pause, down to what it began with (RFC 2861; net.ipv4.tcp_slow_start_after_idle). Training
-with few exchanges is made of pauses, so over a long way its messages begin slowly again and again. What travels the
-other way, if only words and acknowledgements, ends a pause too.
+with few exchanges is made of pauses, so over a long way its messages begin slowly again and again.
 
-Gloo sends a payload when its receiver has said that there is a place for it. Ranks that enter a verb together say so
-then, and wait one latency for that word, once in a verb: the places of its later phases, and of messages of a pipeline,
-are made known ahead (`Transport.expect`).
+Gloo sends a payload when its receiver has said that there is a place for it. That word goes over the same connection
+and ends a pause, which so lasts from what a rank has sent last until it enters the next verb. Ranks that enter a verb
+together say so then, and wait one latency for that word, once in a verb: the places of its later phases, and of
+messages of a pipeline, are made known ahead (`Transport.expect`).
 
 Left out: losses, and what a queue adds to the round trip. Other congestion controls open their windows by other rules.
 
@@ -55,9 +55,8 @@ class Connection:
 
         The latency until the last of them has arrived is not counted.
         """
-        least, rtt = self.count * float(INITIAL), 2 * latency_s
-        pauses = np.floor((begin - self.ended) / (rtt + LEAST_TIMEOUT_S))
-        window = np.maximum(least, self.window / 2.0 ** np.clip(pauses, 0, 60))
+        self.resume(latency_s, begin)
+        window, rtt = self.window, 2 * latency_s
         held = rate * rtt / 8 if rtt else 0.0
         stalled, sent = np.zeros(np.broadcast(rate, begin).shape), 0.0
         while np.any(opens := (sent + window < nbytes) & (window < held)):
@@ -68,6 +67,8 @@ class Connection:
         self.window, self.ended = window, begin + took
         return took
 
-    def touched(self, at: Seconds) -> None:
-        """Take notice that something came the other way: no pause begins before that."""
+    def resume(self, latency_s: float, at: Seconds) -> None:
+        """Send something, if only a word, after a pause: the window is what the pause has left of it."""
+        pauses = np.floor((at - self.ended) / (2 * latency_s + LEAST_TIMEOUT_S))
+        self.window = np.maximum(self.count * float(INITIAL), self.window / 2.0 ** np.clip(pauses, 0, 60))
         self.ended = np.maximum(self.ended, at)
