@@ -197,7 +197,7 @@ class _Wires:
 
     def _connection(self, span: Span) -> Connection:
         peers = tuple(r for r in span.ranks if r != span.rank)
-        return self._connections.setdefault((span.axis, span.rank, peers), Connection(len(peers)))
+        return self._connections.setdefault((span.rank, peers), Connection(len(peers)))  # whatever the axis, as gloo's
 
     def finished(self, timeline: Timeline, spans: dict[int, Span], submitted: dict[int, Seconds]) -> dict[int, Seconds]:
         """Return, by rank, when a verb that all of its ranks have submitted has arrived there."""

@@ -11,9 +11,9 @@ once for each time-out in the pause, down to what it began with (RFC 2861; net.i
 with few exchanges is made of pauses, so over a long way its messages begin slowly again and again.
 
 Gloo sends a payload when its receiver has said that there is a place for it. That word goes over the same connection
-and ends a pause, which so lasts from what a rank has sent last until it enters the next verb. Ranks that enter a verb
-together say so then, and wait one latency for that word, once in a verb: the places of its later phases, and of
-messages of a pipeline, are made known ahead (`Transport.expect`).
+and ends a pause, which so lasts from what a rank has sent last, on any axis, until it enters the next verb. Ranks that
+enter a verb together say so then, and wait one latency for that word, once in a verb: the places of its later phases,
+and of messages of a pipeline, are made known ahead (`Transport.expect`).
 
 Left out: losses, and what a queue adds to the round trip. Other congestion controls open their windows by other rules.
 
