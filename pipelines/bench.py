@@ -17,9 +17,11 @@
 6. What keeping to a subspace of a hundredth of the stream's dimensions takes, in shares of a training step (Protocol
    Models' "about 1 %"): compression at all boundaries, projection of gradients, watching, an update every 500 steps;
    and the seconds of AdamW with one second moment a row over those of torch's fused one.
+7. The seconds of a round of DiLoCo, inner steps and exchange, among replicas that may leave (`ElasticUpdates`) over
+   those of one among fixed ranks (`LocalUpdates`); the parameters of both are equal bit for bit.
 
 In 1 the two alternate in blocks inside one process, in 3 call by call inside the same ranks, in 5 and 6 step by step,
-so that a machine whose speed drifts slows both. Medians are quoted, with the quartiles.
+in 7 round by round, so that a machine whose speed drifts slows both. Medians are quoted, with the quartiles.
 """
 
 from __future__ import annotations
@@ -41,6 +43,8 @@ import torch.distributed as dist
 from lowcomm.codecs import make_codec
 from lowcomm.codecs.bits import BLOCK as CODEC_BLOCK
 from lowcomm.codecs.small_float import SmallFloat
+from lowcomm.comm.membership import Rules
+from lowcomm.comm.processes import elastic_store
 from lowcomm.comm.start import default_device, run_threads, world_from_torchrun
 from lowcomm.comm.world import World
 from lowcomm.experiment.batches import TokenData
@@ -50,6 +54,8 @@ from lowcomm.experiment.train import train_in_threads
 from lowcomm.experiment.trainer import Trainer, inner_optimizer
 from lowcomm.methods.boundary import make_boundary
 from lowcomm.methods.config import BoundaryConfig
+from lowcomm.methods.elastic import ElasticUpdates
+from lowcomm.methods.local_updates import LocalUpdates
 from lowcomm.methods.partial import pieces, train_slice
 from lowcomm.methods.subspace import Subspace
 from lowcomm.model.accounting import parameter_shapes, training_flops
@@ -275,9 +281,8 @@ def subspace_shares(sizes: Sizes) -> dict[str, list[float]]:
     return found
 
 
-def exchange_ranks(sizes: Sizes) -> None:
+def exchange_ranks(sizes: Sizes, world: World) -> None:
     """Under torchrun: print one JSON line a verb and payload, with the ratios of World's time to all_reduce's."""
-    world = world_from_torchrun(replicas=int(os.environ["WORLD_SIZE"]))
 
     def raw(x: torch.Tensor, verb: str) -> None:
         dist.all_reduce(x)
@@ -305,7 +310,48 @@ def exchange_ranks(sizes: Sizes) -> None:
             if world.rank == 0:
                 found = {"verb": verb, "ranks": world.size, "megabytes": 4 * numel / 1e6, "ratios": ratios}
                 print(json.dumps(found), flush=True)
-    world.close()
+
+
+def elastic_rounds(sizes: Sizes, world: World) -> None:
+    """Under torchrun: print a JSON line with the ratios of item 7, and whether the parameters are equal."""
+    config, steps = run_config("diloco_m2", scale=sizes.scale), sizes.block * sizes.blocks
+    hosted = elastic_store("127.0.0.1:0", hosts=True) if world.rank == 0 else None
+    port = world.tell(hosted.port if hosted else 0)[0]
+    fixed, other = (Decoder(config.model).initialise(0) for _ in range(2))
+    known = {"steps": steps, "sync_every_steps": sizes.block}
+    elastic = ElasticUpdates(
+        other, elastic_store(f"127.0.0.1:{port}"), slot=world.rank, slots=world.size, rules=Rules(grace_s=30), **known
+    )
+    elastic.join()
+    both = {"fixed": (fixed, LocalUpdates(fixed, world, **known)), "elastic": (other, elastic)}
+    optimizers = {name: inner_optimizer(dict(m.named_parameters()), config.train) for name, (m, _) in both.items()}
+    draw = torch.Generator().manual_seed(world.rank)
+    ratios = []
+    for number in range(sizes.blocks):
+        shape = (sizes.block, config.local_batch, config.model.seq_len + 1)
+        batches = torch.randint(0, config.model.vocab_size, shape, generator=draw)
+        spent = {}
+        for name in ("fixed", "elastic") if number % 2 else ("elastic", "fixed"):
+            (model, sync), optimizer = both[name], optimizers[name]
+            world.barrier()
+            begin = time.perf_counter()
+            for tokens in batches:
+                model.losses(tokens[:, :-1], tokens[:, 1:])[0].backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                sync.step(tokens.numel())
+            world.barrier()
+            spent[name] = time.perf_counter() - begin
+        if number:
+            ratios.append(spent["elastic"] / spent["fixed"])
+    for _, sync in both.values():
+        sync.finish()
+    equal = all(torch.equal(a, b) for a, b in zip(fixed.parameters(), other.parameters(), strict=True))
+    world.barrier()
+    elastic.close()
+    if world.rank == 0:
+        print(json.dumps({"elastic": ratios, "equal": equal}), flush=True)
+    world.barrier()
 
 
 def _plain_encode(x: torch.Tensor, codec: SmallFloat) -> torch.Tensor:
@@ -353,7 +399,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--small", action="store_true", help="a few steps of small models, whose ratios say nothing")
     sizes = SMALL if parser.parse_args(argv).small else FULL
     if "RANK" in os.environ:
-        exchange_ranks(sizes)
+        world = world_from_torchrun(replicas=int(os.environ["WORLD_SIZE"]))
+        exchange_ranks(sizes, world)
+        if world.size == 2:  # with a core each
+            elastic_rounds(sizes, world)
+        world.close()
         return 0
     torch.set_num_threads(1)
     ratios, shares = trainer_and_engine(sizes)
@@ -378,6 +428,11 @@ def main(argv: list[str] | None = None) -> int:
         done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
         for line in done.stdout.splitlines():
             found = json.loads(line)
+            if "elastic" in found:
+                said = "equal bit for bit" if found["equal"] else "NOT EQUAL"
+                what = f"seconds of a round among replicas that may leave over a fixed one's, parameters {said}"
+                print(f"| {what} | {quartiles(found['elastic'])} | at most 1.02 |")
+                continue
             raw = "all-reduce" if found["verb"] == "sum" else "all-reduce and division"
             what = f"fp32 {found['verb']} of {found['megabytes']:g} MB over {raw}, {ranks} ranks"
             print(f"| {what} | {quartiles(found['ratios'])} | at most {1.1 if found['megabytes'] > 50 else 1.3} |")

@@ -30,6 +30,7 @@ from lowcomm.experiment import LAUNCHER_VARIABLE, SAVING_S
 from lowcomm.experiment.project import overrides
 from lowcomm.experiment.run_folder import RunFolder
 from lowcomm.experiment.source import sha256, source_digest
+from lowcomm.settings import ConfigError
 from pipelines.project import BUILD, PROJECT, ROOT, data_dir, run_config, run_points, runs_dir
 
 if TYPE_CHECKING:
@@ -397,6 +398,15 @@ def launch_all(
     return [job.folder.read_summary() for job in jobs]
 
 
+def _named(folder: RunFolder) -> str | None:
+    """The name of the run whose summary is in a folder; None where there is none of a run."""
+    try:
+        summary = folder.read_summary()
+    except ConfigError:
+        return None
+    return None if summary is None else summary["run"].get("name")
+
+
 def _clear_others(root: Path, times: Path, run: str, own: set[Path]) -> None:
     """Remove variants and seeds that a run no longer has, and name them; raises LaunchError for another run's.
 
@@ -405,7 +415,7 @@ def _clear_others(root: Path, times: Path, run: str, own: set[Path]) -> None:
     begun = {root / mark.parent.relative_to(times) for mark in times.rglob(RunFolder(root, times).source.name)}
     others = (begun | {mark.parent for mark in root.rglob("summary.json")}) - own
     found = {folder: RunFolder(folder, times / folder.relative_to(root)) for folder in others if folder.exists()}
-    named = {folder: (f.read_summary() or {}).get("run", {}).get("name") for folder, f in found.items()}
+    named = {folder: _named(f) for folder, f in found.items()}
     if foreign := sorted(str(folder.relative_to(root)) for folder, name in named.items() if name not in (run, None)):
         raise LaunchError(f"{root} holds runs that are none of {run}'s: {', '.join(foreign)}; choose another folder")
     for gone, folder in found.items():

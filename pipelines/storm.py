@@ -22,6 +22,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import platform
 import random
@@ -278,24 +279,27 @@ def run(
     *,
     slots: int = SLOTS,
     data: Path | None = None,
+    name: Sequence[str] = ("diloco_m2",),
     settings: Mapping[str, Any] | None = None,
+    mbit_per_s: float = math.inf,
 ) -> dict[str, Any]:
     """Train the run to its end while faults happen, and return what was seen.
 
     Faults that would come after `CALM_AT_END` of its rounds are left out: whoever is away at the end has missed it.
-    data: a prepared corpus, with `settings` that go with it; by default the storm's own.
+    data: a prepared corpus, with `settings` that go with it; by default the storm's own. name: of the run in
+    params.yaml. mbit_per_s: of each replica's link.
     """
     data, out, rounds_file = data or corpus(work / "data"), work / "run", work / "rounds.jsonl"
     settings = (SETTINGS | DILOCO if settings is None else dict(settings)) | {"train.steps": steps}
     settings.setdefault("train.global_batch", 8 * slots)
     held: list[dict[str, float]] = []
-    with Testbed(slots + 1) as bed:
+    with Testbed(slots + 1, mbit_per_s=mbit_per_s) as bed:
         store = bed.start(slots, [sys.executable, "-m", "lowcomm", "store", str(PORT)], stdout=subprocess.PIPE)
         store.stdout.readline()
         words = [sys.executable, "-m", "pipelines.storm", "watch", f"127.0.0.1:{PORT}", str(slots), str(rounds_file)]
         bed.start(slots, words)
         address = f"{bed.address(slots)}:{PORT}"
-        replicas = Replicas(bed, ["diloco_m2"], settings, slots=slots, store=address, data=data, out=out)
+        replicas = Replicas(bed, name, settings, slots=slots, store=address, data=data, out=out)
         while not rounds_file.exists() or not rounds_file.read_text():  # all have begun
             replicas.check()
             time.sleep(0.1)

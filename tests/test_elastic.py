@@ -279,6 +279,38 @@ def test_whoever_is_reached_hears_before_anything_is_sent() -> None:
     b.close()
 
 
+def test_a_connection_that_breaks_between_two_beats_is_made_anew() -> None:
+    a, b = two_messengers()
+    a.send("b", "values", (0, 1, 0), b"known from now on")
+    a._to["b"].connection.shutdown(socket.SHUT_RDWR)
+    begin, end = time.monotonic(), time.monotonic() + 10
+    while b.heard("a") < begin and time.monotonic() < end:
+        a.reach(["b"])
+        a.beat(["b"])
+        time.sleep(0.02)
+    assert b.heard("a") >= begin
+    a.close()
+    b.close()
+
+
+def test_beats_go_on_while_connections_are_let_go_of() -> None:
+    a, b = two_messengers()
+    until = time.monotonic() + 0.5
+
+    def beat() -> None:
+        while time.monotonic() < until:
+            a.reach(["b"])
+            a.beat(["b"])
+
+    def forget() -> None:
+        while time.monotonic() < until:
+            a.forget(0, set())
+
+    in_threads(beat, beat, forget)
+    a.close()
+    b.close()
+
+
 def test_connections_to_those_who_are_gone_are_let_go_of() -> None:
     a, b = two_messengers()
     others = [

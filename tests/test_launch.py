@@ -262,7 +262,7 @@ def test_only_what_runs_have_left_is_removed(tmp_path: Path, capsys: pytest.Capt
         for inner in ("metrics", "checkpoints"):
             (folder / inner).mkdir(parents=True)
     for folder in (old, own):
-        (folder / "summary.json").write_text('{"run": {"name": "diloco_m2"}}')
+        (folder / "summary.json").write_text('{"complete": true, "run": {"name": "diloco_m2"}}')
     (other / "summary.json").write_text('{"accuracy": 1.0}')
     for folder in (begun, own, root / "gone"):
         (mark := times / folder.relative_to(root) / "source.sha256").parent.mkdir(parents=True)

@@ -275,3 +275,15 @@ def test_a_donor_that_does_not_answer_is_passed_over_and_a_newcomer_whom_nothing
     roll = folded(*JOINED, *READY, *done, Lost("b", 1, 0, "a"), Join("c2", 2, 0))
     member = Member("c2", 2, roll, lambda: 0.0, Rules())
     assert asked(member, {"a": NO_ANSWER}, roll)[:2] == ["a", "Lost a"]
+    roll = folded(*JOINED, *READY, *done, Lost("b", 1, 0, "a"), Join("c2", 2, 0))
+    member = Member("c2", 2, roll, lambda: 0.0, Rules())
+    steps = member.catch_up()
+    next(steps)
+    assert steps.send(True) == Fetch("a")
+    assert steps.send(NO_ANSWER) == Say(Lost("a", 1, 0, "c2"))
+    for entry in (Lost("a", 1, 0, "c2"), Ready("a", 1, 5)):  # "a" is there, and well
+        roll.take(entry)
+    steps.send(True)
+    assert steps.send(True) == Fetch("a")
+    with pytest.raises(CommError, match="c2 has asked a in vain: can it reach its address"):
+        steps.send(NO_ANSWER)

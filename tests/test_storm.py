@@ -51,6 +51,26 @@ def test_a_run_comes_through_a_storm(tmp_path: Path) -> None:
     assert told["participation"] == storm.participation(seen)
 
 
+@pytest.mark.fault(
+    "a link that is never free: of DiLoCo, Streaming and NoLoCo one replica is killed while it exchanges",
+    "who is slow is not taken for lost; rounds go on without the one, which comes back",
+)
+@pytest.mark.longest
+@pytest.mark.skipif(bool(missing()), reason=f"no testbed here: {missing()}")
+@pytest.mark.parametrize("method", ["diloco", "streaming", "noloco"])
+def test_a_link_that_is_never_free_loses_nobody(method: str, tmp_path: Path) -> None:
+    name, own = kills.METHODS[method]
+    settings = SMALL | own | {"method.sync_every_steps": 10, "method.overlap_steps": "[0]", "method.mixing": 0.0}
+    data = links.corpus(tmp_path / "data")
+    kill = Fault(8.0, "kill", 1, 1.0)
+    seen = storm.run(200, [kill], tmp_path, slots=4, data=data, name=name, settings=settings, mbit_per_s=4.0)
+    assert all(r["attempt"] == 1 for r in seen["rounds"] if r["at"] < kill.at)  # nobody was lost in an exchange
+    assert sum(r["attempt"] > 1 for r in seen["rounds"]) <= 2
+    assert any(1 not in r["slots"] for r in seen["rounds"])
+    assert len(storm.returns(seen)) == 1
+    assert (len(set(seen["val_loss"])) == 1) == (method != "noloco")
+
+
 def test_faults_are_drawn_of_a_seed_and_spare_who_has_one() -> None:
     drawn = storm.faults(3, 600.0, 3600.0)
     assert drawn == storm.faults(3, 600.0, 3600.0)

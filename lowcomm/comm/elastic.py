@@ -180,9 +180,11 @@ class _Way:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.connection: socket.socket | None = None
+        self.is_over = False
 
-    def end(self) -> None:
-        """End the connection; another may be made."""
+    def end(self, *, for_good: bool = False) -> None:
+        """End the connection; another may be made, unless this is for good."""
+        self.is_over = self.is_over or for_good
         connection, self.connection = self.connection, None
         if connection is not None:
             with contextlib.suppress(OSError):
@@ -241,6 +243,9 @@ class Messenger:
                 time.sleep(0.05)
                 continue
             self._from.add(connection)
+            if self._closed:
+                connection.close()
+                return
             threading.Thread(target=self._read, args=(connection,), name="read", daemon=True).start()
 
     def _read(self, connection: socket.socket) -> None:
@@ -302,10 +307,10 @@ class Messenger:
         for way in map(self._way, to):
             if way.lock.acquire(blocking=False):  # else there are bytes on their way, which say as much
                 try:
-                    if way.connection is not None and _takes(way.connection):
-                        frame.send(way.connection, lambda who, nbytes: None)
-                except OSError:  # found out by whoever sends something
-                    pass
+                    if (connection := way.connection) is not None and _takes(connection):
+                        frame.send(connection, lambda who, nbytes: None)
+                except (OSError, ValueError):  # the next one goes over another connection
+                    way.end()
                 finally:
                     way.lock.release()
 
@@ -322,9 +327,9 @@ class Messenger:
         frame, way = Frame(self.who, kind, key, payload), self._way(to)
         assert frame.header  # made before there is anything that waits for it
         with way.lock:
-            if way.connection is not None and not anew:
+            if (connection := way.connection) is not None and not anew:
                 with contextlib.suppress(OSError):
-                    return frame.send(way.connection, self._note)
+                    return frame.send(connection, self._note)
             try:
                 frame.send(self._connect(to, way), self._note)
             except OSError as error:
@@ -333,11 +338,13 @@ class Messenger:
 
     def _way(self, to: str) -> _Way:
         with self._lock:
-            return self._to.setdefault(to, _Way())
+            way = self._to.setdefault(to, _Way())
+            way.is_over = way.is_over or self._closed
+            return way
 
     def _connect(self, to: str, way: _Way) -> socket.socket:
         """Make a connection, in the place of the one there may be, which ends when this one is known to the other."""
-        if self._closed or (address := self._address_of(to)) is None:
+        if (address := self._address_of(to)) is None:
             raise NoAnswer(to, "has no address")
         connection = socket.create_connection(address, self.timeout_s)
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # so that no link that was down is waited for longer than it was
@@ -345,6 +352,9 @@ class Messenger:
         Frame(self.who, "beat", (), b"").send(connection, self._note)
         way.end()
         way.connection = connection
+        if way.is_over:  # whoever has ended it meanwhile may not have seen this one
+            way.end()
+            raise NoAnswer(to, "is not to be reached any more")
         return connection
 
     def take(
@@ -389,7 +399,7 @@ class Messenger:
         with self._lock:
             gone = [self._to.pop(who) for who in list(self._to) if who not in present]
         for way in gone:
-            way.end()
+            way.end(for_good=True)
 
     def close(self) -> None:
         """Listen no more, and end all connections."""
@@ -401,7 +411,7 @@ class Messenger:
         with self._lock:
             ways = list(self._to.values())
         for way in ways:
-            way.end()
+            way.end(for_good=True)
 
 
 def _takes(connection: socket.socket) -> bool:
@@ -532,7 +542,12 @@ class Elastic:
         self._under_way: Exchange | None = None
         self._left = threading.Event()
         threading.Thread(target=self._beat, name="beat", daemon=True).start()
-        notes.write(f"address/{name}", json.dumps(self.messenger.address))
+        told, until = json.dumps(self.messenger.address), time.monotonic() + self.rules.alone_s
+        while notes.write_once(f"address/{name}", told) != told:
+            if time.monotonic() > until:
+                self.close_connections()
+                raise CommError(self._why_alone())
+            time.sleep(_LOOK_S)
 
     def name_of(self, who: str, stage: int | None = None) -> str:
         """Return the name on the wire of a replica's stage, by default of the one like this."""
@@ -551,9 +566,11 @@ class Elastic:
             attempt = self._under_way
             moves = attempt is not None and attempt.key == self.roll.key
             moves = moves and time.monotonic() - self.messenger.moved < self.rules.timeout_s
-            self.messenger.beat(stages, b"moves" if moves else b"")
-            if moves:
-                self.messenger.beat(self._others(attempt))
+            self.messenger.beat(stages, b"moves" if moves and not self._stages.leads else b"")
+            if moves:  # also for those who stand by, and wait for it to end
+                others = {*attempt.members, *list(self.roll.holder.values())} - {self.member.who}
+                self.messenger.reach(list(map(self.name_of, others)))
+                self.messenger.beat(list(map(self.name_of, others)))
 
     def _others(self, attempt: Exchange) -> list[str]:
         return [self.name_of(who) for who in attempt.members if who != self.member.who]
@@ -591,6 +608,7 @@ class Elastic:
             return None if committed is None else asdict(committed)
 
         found = self._together(led)
+        self.read()  # a stage that follows may not know yet who has come
         holders = {self.name_of(who) for who in self.roll.holder.values()}
         self.messenger.forget(len(self.roll.rounds) - 1, holders.union(self._names))
         if found is None:
@@ -624,6 +642,10 @@ class Elastic:
         if self._stages.leads:
             self._drive(self.member.leave())
         self.stop()
+        self.close_connections()
+
+    def close_connections(self) -> None:
+        """End all connections, without a word."""
         self._left.set()
         self.messenger.close()
 
@@ -662,8 +684,10 @@ class Elastic:
                 raise CommError(self._why_alone())
             if isinstance(request, Exchange):
                 answer = self._exchange(request)
+                moved = time.monotonic(), self.roll.length
             elif isinstance(request, Fetch):
                 answer = self._fetch(request.donor)
+                moved = time.monotonic(), self.roll.length
             elif isinstance(request, Say):
                 answer = self._say(request.entry)
             else:
@@ -706,7 +730,7 @@ class Elastic:
     def _swap_at(self, length: int, key: list[int], members: list[str]) -> str:
         """Swap values as a stage that follows: when it has read as far in the log as the first had."""
         until = time.monotonic() + self.rules.alone_s
-        while not self.read() or self.roll.length < length:
+        while self.roll.length < length and not (self.read() and self.roll.length >= length):
             if time.monotonic() > until or self._closed:
                 raise CommError(self._why_alone())
             time.sleep(_LOOK_S)
@@ -745,6 +769,7 @@ class Elastic:
         if len(versions) > 1:  # a round has been agreed on between two stages' answers: ask again
             return self.member.version
         (version,) = versions
+        self.read()  # the donor may have been a round ahead
         if self.roll.rounds_of(version) > self.roll.rounds_of(self.member.version):
             self._stages.order("load")
             self._load_given()

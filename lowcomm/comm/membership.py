@@ -348,11 +348,12 @@ class Member:
 
         Returns False where the slot has another holder, and where the run is over and nobody is left who has its end.
         If no donor is left for three time-outs before that, all go back to the latest round that somebody has. Raises
-        CommError where two donors or more, and all that there are, have been asked in vain: it is this replica then
-        that nothing reaches.
+        CommError where all donors of several have been asked in vain, or one that has been called lost for that and has
+        spoken since: it is this replica then that nothing reaches.
         """
         roll, alone_since = self.roll, None
         deaf: set[str] = set()
+        called_lost: set[str] = set()
         while True:
             while not (yield Look()):
                 pass
@@ -375,10 +376,15 @@ class Member:
                 if version == NO_ANSWER and len(roll.donors()) > 1:
                     deaf.add(donor)
                     continue
-                deaf.clear()
                 if version in (None, NO_ANSWER):
+                    if version == NO_ANSWER and donor in called_lost:
+                        raise CommError(f"{self.who} has asked {donor} in vain: can it reach its address?")
+                    if version == NO_ANSWER:
+                        called_lost.add(donor)
                     yield from self._say(Lost(donor, *key, self.who))
-                elif roll.rounds_of(version) > roll.rounds_of(self.version):
+                    continue
+                deaf.clear()
+                if roll.rounds_of(version) > roll.rounds_of(self.version):
                     self.version = version
                     yield from self._say(Join(self.who, self.slot, version))
                 continue

@@ -87,8 +87,10 @@ class Notes:
 
     def _ask(self, call: _Call) -> str | None:
         """What the call returns; None where that takes too long. It may still be carried out later."""
-        asked, future = self._asked, Future()
-        asked.put((future, call))
+        future: Future[str | None] = Future()
+        with self._lock:
+            asked = self._asked
+            asked.put((future, call))
         try:
             return future.result(self._within_s)
         except TimeoutError:

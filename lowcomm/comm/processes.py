@@ -76,7 +76,13 @@ def _address_towards(host: str, port: int) -> str:
 
 def _interface_towards(host: str, port: int) -> str:
     """The name of the interface that has this machine's address towards another; "" where it cannot be found out."""
-    address, ask = _address_towards(host, port), 0x8915  # SIOCGIFADDR, as Linux has it
+    ask, address = 0x8915, "127.0.0.1"  # SIOCGIFADDR, as Linux has it
+    for there in (host, "192.0.2.1"):  # where the name is this machine's own, the way to anywhere else
+        with contextlib.suppress(OSError):
+            if address.startswith("127."):
+                address = _address_towards(there, port)
+    if address.startswith("127."):
+        return ""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):

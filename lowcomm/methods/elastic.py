@@ -406,7 +406,10 @@ class ElasticUpdates(Engine):
         number = self._next
         waited_s = self._end_watch()
         if self._under_way is not None:
+            before = self.missed
             self._apply()
+            if self.missed > before:  # it has come to where the others are
+                return
         self.elastic.read()
         if self._says(len(self.elastic.roll.rounds) > self._next):
             self.missed += 1
