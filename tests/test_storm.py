@@ -61,6 +61,7 @@ def test_a_run_comes_through_a_storm(tmp_path: Path) -> None:
 def test_a_link_that_is_never_free_loses_nobody(method: str, tmp_path: Path) -> None:
     name, own = kills.METHODS[method]
     settings = SMALL | own | {"method.sync_every_steps": 10, "method.overlap_steps": "[0]", "method.mixing": 0.0}
+    settings |= {"method.codec": "fp32"}
     data = links.corpus(tmp_path / "data")
     kill = Fault(8.0, "kill", 1, 1.0)
     seen = storm.run(200, [kill], tmp_path, slots=4, data=data, name=name, settings=settings, mbit_per_s=4.0)
