@@ -33,7 +33,7 @@ import psutil
 from lowcomm.comm.processes import elastic_store
 from pipelines.launch import Tail, torchrun_command
 from pipelines.storm import RESULTS as STORM
-from pipelines.storm import SETTINGS, Fault, Replicas, corpus, endure
+from pipelines.storm import SETTINGS, Fault, Replicas, corpus, endure, training
 
 RESULTS = STORM / "kills"
 WORKERS, SHARE, REPLACED_S = 4, 0.75, 10.0
@@ -76,8 +76,7 @@ class DataParallel:
     """The processes of a data-parallel run under torchrun."""
 
     def __init__(self, settings: Mapping[str, Any], data: Path, out: Path):
-        words = [*METHODS["data_parallel"][0], "--scale", "smoke", "--data", str(data), "--out", str(out)]
-        words += [f"--set={key}={value}" for key, value in ({"replicas": WORKERS} | dict(settings)).items()]
+        words = training(METHODS["data_parallel"][0], settings, replicas=WORKERS, data=data, out=out)
         self._command = torchrun_command(WORKERS, "lowcomm.train", *words)
         self._log = out.with_name("log")
         self._is_ill = False

@@ -117,9 +117,16 @@ def corpus(folder: Path) -> Path:
 
 
 class Starts(Protocol):
-    """What starts a command on a node, as a testbed does."""
+    """Starts commands on nodes, as a testbed does."""
 
     def start(self, node: int, words: Sequence[str], **popen: Any) -> subprocess.Popen: ...
+
+
+def training(run: Sequence[str], settings: Mapping[str, Any], *, replicas: int, data: Path, out: Path) -> list[str]:
+    """Return the words with which `lowcomm train` trains a run of params.yaml, at scale smoke, with `settings`."""
+    told = {"replicas": replicas} | dict(settings)
+    words = [*run, "--scale", "smoke", "--data", str(data), "--out", str(out)]
+    return words + [f"--set={key}={value}" for key, value in told.items()]
 
 
 class Replicas:
@@ -144,10 +151,9 @@ class Replicas:
         out: Path,
     ):
         self.nodes = nodes
-        self._words = [sys.executable, "-m", "lowcomm.train", *run, "--scale", "smoke", "--data", str(data)]
-        self._words += ["--out", str(out), "--store", store]
+        self._words = [sys.executable, "-m", "lowcomm.train", "--store", store]
+        self._words += training(run, settings, replicas=slots, data=data, out=out)
         self._words += ["--grace", str(GRACE_S), "--silence", str(SILENCE_S), "--timeout", str(TIMEOUT_S)]
-        self._words += [f"--set={key}={value}" for key, value in ({"replicas": slots} | dict(settings)).items()]
         self.logs = out.with_name("logs")
         self.logs.mkdir()
         self.running = [self.start(slot) for slot in range(slots)]

@@ -41,6 +41,18 @@ def in_slots(config: RunConfig, store: Notes, corpus: Path, folder: Path) -> lis
     return in_threads(*(lambda slot=slot: one(slot) for slot in range(config.replicas)))
 
 
+def begun(command: list[str], store: Notes, slot: int, *more: str) -> subprocess.Popen:
+    """Start a slot of a run by its command line, with short waits; what it says can be read."""
+    words = ["--store", f"127.0.0.1:{store.port}", "--slot", str(slot), "--grace", "1", "--timeout", "5", *more]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen([*command, *words], env=clean_environment(), **pipes)
+
+
+def summaries_of(folder: Path, slots: int) -> list[dict[str, Any]]:
+    """Return the summaries of all slots of a run."""
+    return [json.loads((folder / f"slot-{slot:03d}/summary.json").read_text()) for slot in range(slots)]
+
+
 class Watch:
     """Follows the log of a run whose replicas are processes."""
 
@@ -110,9 +122,7 @@ def test_a_run_outlives_a_kill_and_one_that_leaves(store: Notes, corpus: Path, t
 
     def start(slot: int) -> subprocess.Popen:
         words = [sys.executable, "-m", "lowcomm.train", *command_line(config, corpus, tmp_path / "run")]
-        words += ["--store", f"127.0.0.1:{store.port}", "--slot", str(slot), "--grace", "1", "--timeout", "5"]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        return subprocess.Popen([*words, "--quorum", "2"], env=clean_environment(), **pipes)
+        return begun(words, store, slot, "--quorum", "2")
 
     children = [start(slot) for slot in range(3)]
     watch = Watch(store, slots=3, quorum=2, children=children)
@@ -135,7 +145,7 @@ def test_a_run_outlives_a_kill_and_one_that_leaves(store: Notes, corpus: Path, t
         for child in children:
             child.kill()
             child.communicate()
-    summaries = [json.loads((tmp_path / f"run/slot-{slot:03d}/summary.json").read_text()) for slot in range(3)]
+    summaries = summaries_of(tmp_path / "run", 3)
     assert [s["rounds"] for s in summaries] == [summaries[0]["rounds"]] * 3
     assert len({s["val_loss"] for s in summaries}) == 1
     rounds = summaries[0]["rounds"]
@@ -178,12 +188,9 @@ def test_a_pipeline_leaves_as_a_whole_and_comes_back(store: Notes, corpus: Path,
     config = small_run(stages=2, train={"steps": 1000, "accumulation": 2}, checkpoint={"every_steps": 20})
 
     def start(slot: int) -> subprocess.Popen:
-        words = command_line(config, corpus, tmp_path / "run")
-        words += ["--store", f"127.0.0.1:{store.port}", "--slot", str(slot), "--grace", "1", "--timeout", "5"]
-        command = torchrun_command(2, "lowcomm.train", *words)
-        command[command.index("-m", 2) :] = ["--max-restarts", "1", *command[command.index("-m", 2) :]]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        return subprocess.Popen(command, env=clean_environment(), **pipes)
+        command = torchrun_command(2, "lowcomm.train", *command_line(config, corpus, tmp_path / "run"))
+        command.insert(command.index("lowcomm.train") - 1, "--max-restarts=1")
+        return begun(command, store, slot)
 
     children = [start(slot) for slot in range(2)]
     watch = Watch(store, slots=2, quorum=1, children=children)
@@ -201,7 +208,7 @@ def test_a_pipeline_leaves_as_a_whole_and_comes_back(store: Notes, corpus: Path,
             child.terminate()
             child.wait()
             child.stdout.close()
-    summaries = [json.loads((tmp_path / f"run/slot-{slot:03d}/summary.json").read_text()) for slot in range(2)]
+    summaries = summaries_of(tmp_path / "run", 2)
     assert summaries[0]["rounds"] == summaries[1]["rounds"]
     assert len({s["val_loss"] for s in summaries}) == 1
     first, second = (load_file(tmp_path / f"run/slot-{slot:03d}/model.safetensors") for slot in range(2))

@@ -114,6 +114,17 @@ def trained(net: Net, sync: ElasticUpdates, *, until: int = STEPS, wait: threadi
     return used
 
 
+def plain(net: Net, method: str, world: World) -> list[Tensor]:
+    """Train a replica, or a stage of one, among fixed ranks; returns its parameters and those last agreed."""
+    sync = LocalUpdates(net, world, steps=STEPS, **ALL[method])
+    optimizer = torch.optim.SGD(net.trained, lr=0.05)
+    for index in range(STEPS):
+        train_step(net, optimizer, batch(world.replica, index))
+        sync.step()
+    sync.finish()
+    return [*net.parameters(), *(f.agreed for f in sync.fragments)]
+
+
 @pytest.mark.parametrize("method", ALL)
 def test_without_faults_it_is_local_updates_bit_for_bit(method: str, replica: Callable) -> None:
     slots = 4 if method in APART else 3
@@ -123,25 +134,19 @@ def test_without_faults_it_is_local_updates_bit_for_bit(method: str, replica: Ca
         assert trained(net, sync) == list(range(STEPS))
         return [*net.parameters(), *(f.agreed for f in sync.fragments)]
 
-    def plain(world) -> list[Tensor]:
-        net = Net(world.replica, method)
-        sync = LocalUpdates(net, world, steps=STEPS, **ALL[method])
-        optimizer = torch.optim.SGD(net.trained, lr=0.05)
-        for index in range(STEPS):
-            train_step(net, optimizer, batch(world.replica, index))
-            sync.step()
-        sync.finish()
-        return [*net.parameters(), *(f.agreed for f in sync.fragments)]
-
     elastic = in_threads(*(lambda slot=slot: whole(slot) for slot in range(slots)))
-    for ours, theirs in zip(elastic, run_threads(plain, replicas=slots), strict=True):
+    for ours, theirs in zip(
+        elastic,
+        run_threads(lambda world: plain(Net(world.replica, method), method, world), replicas=slots),
+        strict=True,
+    ):
         for a, b in zip(ours, theirs, strict=True):
             assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("method", ALL)
 def test_without_faults_pipelines_are_local_updates_bit_for_bit(method: str, replica: Callable) -> None:
-    """Of two stages, each with parameters of its own: the first leads, and they send and apply after the same steps."""
+    """Each of two stages has parameters of its own; they send and apply after the same steps, as the first one says."""
 
     def of_stage(net: Net, stage: int) -> Net:
         with torch.no_grad():
@@ -155,21 +160,14 @@ def test_without_faults_pipelines_are_local_updates_bit_for_bit(method: str, rep
         assert sync.rounds_done == len(sync.rounds)
         return [*net.parameters(), *(f.agreed for f in sync.fragments)]
 
-    def plain(world: World) -> list[Tensor]:
-        net = of_stage(Net(world.replica, method), world.stage)
-        sync = LocalUpdates(net, world, steps=STEPS, **ALL[method])
-        optimizer = torch.optim.SGD(net.trained, lr=0.05)
-        for index in range(STEPS):
-            train_step(net, optimizer, batch(world.replica, index))
-            sync.step()
-        sync.finish()
-        return [*net.parameters(), *(f.agreed for f in sync.fragments)]
+    def fixed(world: World) -> list[Tensor]:
+        return plain(of_stage(Net(world.replica, method), world.stage), method, world)
 
     def pipeline(slot: int) -> list[list[Tensor]]:
         return run_threads(lambda own: whole(slot, own), replicas=1, stages=2)
 
     elastic = in_threads(lambda: pipeline(0), lambda: pipeline(1))
-    ranks = run_threads(plain, replicas=2, stages=2)  # the replicas of the first stage, then those of the second
+    ranks = run_threads(fixed, replicas=2, stages=2)  # the replicas of the first stage, then those of the second
     for rank, theirs in enumerate(ranks):
         stage, slot = divmod(rank, 2)
         for a, b in zip(elastic[slot][stage], theirs, strict=True):
@@ -275,7 +273,7 @@ def test_one_that_leaves_is_done_without_and_another_start_of_it_comes_back(meth
 )
 @pytest.mark.parametrize("offload", [False, True])
 def test_one_that_has_missed_a_round_comes_to_where_the_others_are(offload: bool, replica: Callable) -> None:
-    rules = Rules(timeout_s=10.0, grace_s=0.5)
+    rules = Rules(timeout_s=10.0, grace_s=3.0)  # so that no busy machine makes the others late
     back = threading.Event()
 
     def one(slot: int) -> ElasticUpdates:

@@ -40,6 +40,15 @@ class Kept:
         return self.texts.setdefault(key, desired).encode()
 
 
+def with_another(within_s: float) -> tuple[Notes, Kept]:
+    """Return notes, one of which is "there", and the store in which they are; another connection shows the same."""
+    first, second = Kept(), Kept()
+    second.texts = first.texts
+    notes = Notes(first, within_s, connect=lambda: second)
+    notes.write("there", "yes")
+    return notes, first
+
+
 def test_a_question_is_answered_while_another_is_under_way() -> None:
     notes = Notes(Kept(slow_s=0.02), 5.0)
     notes.write("there", "yes")
@@ -54,10 +63,7 @@ def test_a_question_is_answered_while_another_is_under_way() -> None:
 
 @pytest.mark.fault("the connection to the store breaks", "another is made, and the store is asked over that")
 def test_a_connection_that_breaks_is_made_anew() -> None:
-    first, second = Kept(), Kept()
-    second.texts = first.texts
-    notes = Notes(first, 5.0, connect=lambda: second)
-    notes.write("there", "yes")
+    notes, first = with_another(5.0)
     first.is_broken = True
     assert notes.look("there") is None
     assert notes.look("there") == "yes"
@@ -81,10 +87,7 @@ def test_another_store_in_its_place_counts_as_none() -> None:
 
 @pytest.mark.fault("the store does not answer in time", "whoever asks goes on; it is asked over another connection")
 def test_a_store_that_is_too_slow_is_asked_over_another_connection() -> None:
-    first, second = Kept(), Kept()
-    second.texts = first.texts
-    notes = Notes(first, 0.2, connect=lambda: second)
-    notes.write("there", "yes")
+    notes, first = with_another(0.2)
     first.slow_s = 60.0
     begin = time.monotonic()
     assert notes.look("there") is None

@@ -130,7 +130,7 @@ class Frame:
 
     @functools.cached_property
     def header(self) -> bytes:
-        """What goes before the payload: its length, and who sends what."""
+        """The bytes that go before the payload and say who sends it, as what, and how long it is."""
         told = {"source": self.source, "kind": self.kind, "key": self.key, "nbytes": len(self.payload)}
         packed = json.dumps(told | {"crc": zlib.crc32(self.payload)}).encode()
         return struct.pack("!I", len(packed)) + packed

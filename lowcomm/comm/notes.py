@@ -86,7 +86,7 @@ class Notes:
         return store
 
     def _ask(self, call: _Call) -> str | None:
-        """What the call returns; None where that takes too long. It may still be carried out later."""
+        """Return what the call returns, or None if that takes too long; then it may still be carried out later."""
         future: Future[str | None] = Future()
         with self._lock:
             asked = self._asked

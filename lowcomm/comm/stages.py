@@ -17,7 +17,7 @@ from lowcomm.comm.transport import CommError
 
 
 class Wire(Protocol):
-    """What `lowcomm.comm.elastic.Messenger` has of what is needed here."""
+    """Carries messages between stages by their names, as `lowcomm.comm.elastic.Messenger` does."""
 
     def send(self, to: str, kind: str, key: tuple[int, ...], payload: bytes) -> None: ...
 
