@@ -106,7 +106,7 @@ class Faulty:
         return self.now
 
     def loss(self) -> float:
-        """The expected loss of the parameters agreed at the end on a token: its squared distance, of variance 0.25."""
+        """The expected loss on a token of the parameters agreed at the end: its squared distance, of variance 0.25."""
         _, agreed, _ = next(iter(self.ended.values()))
         return 0.25 + sum((a - 1) ** 2 for a in agreed) / len(agreed)
 
@@ -227,8 +227,9 @@ class Faulty:
 
     @staticmethod
     def _token(slot: int, index: int) -> tuple[float, ...]:
+        """Return the mean of the 16 tokens of a batch, each of mean 1 and variance 0.25; it counts as one token."""
         draw = random.Random(slot * 1_000_003 + index)
-        return tuple(draw.gauss(1.0, 0.5) for _ in range(4))
+        return tuple(draw.gauss(1.0, 0.5 / 16**0.5) for _ in range(4))
 
     def _drive(self, member: Member, steps: Generator[Request, object, object], carried: dict) -> Generator:
         answer = None

@@ -103,3 +103,16 @@ def test_many_notes_are_had_at_once(store: Notes) -> None:
     assert notes.look_all(keys[:5]) == ["0", "1", "2", "3", "4"]
     assert notes.look_all(keys) is None
     assert Notes(Kept(), 5.0).look_all(keys) is None  # one at a time, then
+
+
+def test_who_closes_waits_for_what_is_under_way_and_asks_nothing_more() -> None:
+    """A store's code that returns while the interpreter ends would abort the process, after all that it has done."""
+    store = Kept()
+    notes = Notes(store, 0.1, connect=lambda: Kept(slow_s=0.5))
+    notes.write("there", "yes")
+    store.slow_s = 0.5
+    assert notes.look("there") is None  # and another connection is made
+    assert [thread.is_alive() for thread in notes._threads] == [True, True]
+    notes.close()
+    assert not any(thread.is_alive() for thread in notes._threads)
+    assert notes.look("there") is None

@@ -325,7 +325,7 @@ class Messenger:
         anew: over a new connection, as an old one may look open after a link was down, and lose what is sent over it.
         """
         frame, way = Frame(self.who, kind, key, payload), self._way(to)
-        assert frame.header  # made before there is anything that waits for it
+        _ = frame.header  # made before there is anything that waits for it
         with way.lock:
             if (connection := way.connection) is not None and not anew:
                 with contextlib.suppress(OSError):
@@ -613,8 +613,7 @@ class Elastic:
         self.messenger.forget(len(self.roll.rounds) - 1, holders.union(self._names))
         if found is None:
             return None
-        lists = {name: tuple(value) for name, value in found.items() if isinstance(value, list | tuple)}
-        committed = Round(**found | lists)
+        committed = Round.of(found)
         if self._means is None or self._means[0] != committed.members:
             raise CommError(f"{self.member.who} lacks the mean of a round that it is a member of: {committed.members}")
         return committed, self._means[1]
@@ -730,10 +729,12 @@ class Elastic:
     def _swap_at(self, length: int, key: list[int], members: list[str]) -> str:
         """Swap values as a stage that follows: when it has read as far in the log as the first had."""
         until = time.monotonic() + self.rules.alone_s
-        while self.roll.length < length and not (self.read() and self.roll.length >= length):
+        self.read()
+        while self.roll.length < length:
             if time.monotonic() > until or self._closed:
                 raise CommError(self._why_alone())
             time.sleep(_LOOK_S)
+            self.read()
         request = Exchange(tuple(key), tuple(members))
         return self._swap(request) if self.roll.key == request.key else ""  # else what is done of it counts nowhere
 

@@ -18,8 +18,8 @@ it, of what the others still have. Whoever missed a round takes the agreed state
 round; so a newcomer is never a donor, and nothing is averaged that is of another history.
 
 A slot is a share of the data. Tokens count when their round is committed, and a slot's next holder continues from
-there: no token of a committed round is counted twice, and what was trained for a round that went on without it is named
-in `Roll.missed`.
+there: no token of a committed round is counted twice, and what was trained for a round that went on without it, or that
+all have gone back on, is named in `Roll.missed`.
 
 `Member` is what a replica does, as generators that ask for one thing at a time (`Look`, `Say`, `Exchange`, `Fetch`) and
 are sent the answer. Whoever drives one gives it a wire: sockets and a store, or a simulation in which a schedule of
@@ -29,7 +29,7 @@ faults can be repeated.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,6 +106,11 @@ class Round:
     slots: tuple[int, ...]
     tokens: tuple[int, ...]
 
+    @classmethod
+    def of(cls, found: Mapping[str, Any]) -> Round:
+        """Return the round of which JSON has kept these fields."""
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in found.items()})
+
 
 class Roll:
     """The state that the log's entries so far add up to, which is the same for all who have read as far.
@@ -133,6 +138,7 @@ class Roll:
         self.members: tuple[str, ...] = ()
         self.done: set[str] = set()
         self.missed: list[tuple[str, int, int]] = []
+        self._settled = 0  # so many of these are of rounds that are over
         self._used: dict[int, int] = {}  # the attempts that a round had before all went back to one before it
 
     @property
@@ -187,7 +193,8 @@ class Roll:
         current = self.holds(entry.who) and self.version[entry.who] == self.latest
         if entry.round == len(self.rounds) and current and not self.members:
             self.ready[entry.who] = entry.tokens
-            self.missed = [row for row in self.missed if row[:2] != (entry.who, entry.round)]  # it counts after all
+            of_this = self.missed[self._settled :]  # what it trained counts after all
+            self.missed[self._settled :] = [row for row in of_this if row[:2] != (entry.who, entry.round)]
             self.awaited.add(self.slot[entry.who])
             self._begin_if_all_are_ready()
         elif not self._counts(entry):
@@ -227,12 +234,15 @@ class Roll:
         most = max(self.rounds_of(self.version[who]) for who in there)
         if most >= 1 and self.rounds_of(entry.to) == most:
             self._used |= {number: r.attempt for number, r in enumerate(self.rounds)} | {len(self.rounds): self.attempt}
+            for number, gone in enumerate(self.rounds[most:], most):
+                self.missed += [(who, number, tokens) for who, tokens in zip(gone.members, gone.tokens, strict=True)]
             del self.rounds[most:]
             self._gather()
 
     def _gather(self) -> None:
         self.ready, self.members, self.done = {}, (), set()
         self.attempt = self._used.get(len(self.rounds), 0)
+        self._settled = len(self.missed)
 
     def _drop(self, who: str) -> None:
         """Somebody is awaited no more; an attempt that it is a member of is over, and another begins without it."""

@@ -6,10 +6,13 @@ then. So a thread asks it, and whoever waits for the answer goes on without one 
 
 from __future__ import annotations
 
+import atexit
 import json
 import queue
 import threading
+import time
 import uuid
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Protocol
@@ -29,6 +32,16 @@ class KeyValueStore(Protocol):
 
 _Call = Callable[[KeyValueStore], str | None]
 _Asked = tuple[Future[str | None], _Call]
+
+
+_open: weakref.WeakSet[Notes] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Close all notes: a thread that comes back from a store's code while the interpreter ends would abort it."""
+    for notes in list(_open):
+        notes.close()
 
 
 class Notes:
@@ -57,12 +70,27 @@ class Notes:
         self._late: Future[str | None] | None = None  # what has not been answered in time
         self._store_is: str | None = None
         self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        self._is_closed = False
         self._begin(lambda: store)
+        _open.add(self)
 
     def _begin(self, connect: Callable[[], KeyValueStore]) -> None:
         """Let a thread carry out what is asked from now on, over a connection of its own."""
         self._asked: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
-        threading.Thread(target=self._answer, args=(connect, self._asked), name="notes", daemon=True).start()
+        thread = threading.Thread(target=self._answer, args=(connect, self._asked), name="notes", daemon=True)
+        self._threads = [*filter(threading.Thread.is_alive, self._threads), thread]
+        thread.start()
+
+    def close(self) -> None:
+        """Ask nothing any more, and wait for what has been asked, but hardly longer than for an answer."""
+        until = time.monotonic() + self._within_s + 1  # a connection that is just being made takes as long as that
+        with self._lock:
+            self._is_closed = True
+            self._asked.put(None)
+            threads = list(self._threads)
+        for thread in threads:
+            thread.join(max(0.0, until - time.monotonic()))
 
     def _answer(self, connect: Callable[[], KeyValueStore], asked: queue.SimpleQueue[_Asked | None]) -> None:
         store = None
@@ -89,6 +117,8 @@ class Notes:
         """Return what the call returns, or None if that takes too long; then it may still be carried out later."""
         future: Future[str | None] = Future()
         with self._lock:
+            if self._is_closed:
+                return None
             asked = self._asked
             asked.put((future, call))
         try:
@@ -98,7 +128,7 @@ class Notes:
                 self._late = future
                 return None
             with self._lock:
-                if self._asked is asked:
+                if self._asked is asked and not self._is_closed:
                     asked.put(None)
                     self._begin(self._connect)
             return None

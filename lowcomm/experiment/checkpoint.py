@@ -12,7 +12,6 @@ import contextlib
 import json
 import logging
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lowcomm.comm.world import World
+from lowcomm.experiment.run_folder import checkpoint_folders, remove_checkpoint
 from lowcomm.experiment.source import sha256
 from lowcomm.settings import ConfigError, first_difference
 
@@ -43,14 +43,6 @@ def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
     _flush(path)
 
 
-def _remove(folder: Path) -> None:
-    """Remove a folder; one that a kill leaves half removed is not taken for a checkpoint."""
-    gone = folder.with_name(folder.name + ".gone")
-    shutil.rmtree(gone, ignore_errors=True)
-    folder.rename(gone)
-    shutil.rmtree(gone)
-
-
 class Checkpoints:
     """The checkpoints of one run. Every rank calls every method."""
 
@@ -64,7 +56,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Steps that have a whole checkpoint, oldest first."""
-        return sorted(int(p.name[5:]) for p in self.folder.glob("step-" + "[0-9]" * 8) if p.is_dir())
+        return [int(path.name[5:]) for path in checkpoint_folders(self.folder) if not path.suffix]
 
     def save(self, step: int, tensors: dict[str, Tensor], meta: dict[str, Any], run: dict[str, Any]) -> None:
         """Write checkpoint `step`: this rank's tensors and meta, and `run`, which all ranks share."""
@@ -82,11 +74,11 @@ class Checkpoints:
             manifest["tensors"] = shapes
             self._write_json(partial / "manifest.json", manifest)
             if final.exists():
-                _remove(final)
+                remove_checkpoint(final)
             partial.rename(final)
             _flush(self.folder)
             for old in self.steps()[: -self.keep]:
-                _remove(self._path(old))
+                remove_checkpoint(self._path(old))
         self.world.barrier()
 
     def _names(self) -> list[str]:
@@ -110,8 +102,9 @@ class Checkpoints:
         one is of another run (`run` is compared key by key) or rank count.
         """
         if self.world.rank == 0:
-            for left in self.folder.glob("step-*.partial"):
-                shutil.rmtree(left)
+            for left in checkpoint_folders(self.folder):
+                if left.suffix:
+                    remove_checkpoint(left)
         self.world.barrier()
         there = self.world.tell(self.steps())
         if differ := [rank for rank, steps in enumerate(there) if steps != there[0]]:
@@ -165,7 +158,7 @@ class Checkpoints:
         """Remove all, when the run is complete."""
         self.world.barrier()
         if self.world.rank == 0 and self.folder.exists():
-            for step in self.steps():
-                _remove(self._path(step))
+            for path in checkpoint_folders(self.folder):
+                remove_checkpoint(path)
             with contextlib.suppress(OSError):  # a link, or somebody keeps something else there
                 self.folder.rmdir()

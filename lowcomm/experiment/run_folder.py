@@ -94,6 +94,22 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def checkpoint_folders(folder: Path) -> list[Path]:
+    """Return the folders of checkpoints in one: whole, half written (`.partial`), half removed (`.gone`)."""
+    there = folder.glob("step-" + "[0-9]" * 8 + "*")
+    return sorted(path for path in there if path.suffix in ("", ".partial", ".gone") and path.is_dir())
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Remove the folder of a checkpoint, unless it is a link; what a kill leaves of it is not taken for a whole one."""
+    if not path.is_symlink():
+        if not path.suffix:
+            gone = path.with_name(path.name + ".gone")
+            shutil.rmtree(gone, ignore_errors=True)
+            path = path.rename(gone)
+        shutil.rmtree(path, ignore_errors=True)
+
+
 @dataclass(frozen=True)
 class RunFolder:
     """Where the files of a run are.
@@ -216,9 +232,8 @@ class RunFolder:
 
     def clear(self) -> None:
         """Remove what a run left here, and nothing else: folders too, if nothing else is in them, but no link."""
-        for path in self.checkpoints.glob("step-" + "[0-9]" * 8 + "*"):
-            if path.suffix in ("", ".partial", ".gone"):
-                shutil.rmtree(path, ignore_errors=True)
+        for path in checkpoint_folders(self.checkpoints):
+            remove_checkpoint(path)
         for path in (self.out / "metrics").glob("rank-*.jsonl"):
             path.unlink()
         for folder in self._folders:

@@ -109,30 +109,28 @@ class _Gap:
 class _Watch:
     """Looks whether others wait for a replica's turn, the `number`th round, or have gone on without it."""
 
-    def __init__(self, elastic: Elastic, number: int):
+    def __init__(self, elastic: Elastic, number: int, pool: ThreadPoolExecutor):
         self._elastic, self._number = elastic, number
-        self._over, self._looked = threading.Event(), threading.Event()
+        self._over = threading.Event()
         self._since: float | None = None
         self.says_hurry = False
+        self._looking = pool.submit(self._look)
 
-    def look(self) -> None:
+    def _look(self) -> None:
         """Look until that is so, or until told to end."""
         elastic, roll = self._elastic, self._elastic.roll
-        try:
-            while not self.says_hurry and not self._over.wait(_LOOK_S):
-                elastic.read()
-                if len(roll.rounds) == self._number and not roll.members and len(roll.ready) >= roll.quorum:
-                    self._since = self._since or time.monotonic()
-                    self.says_hurry = time.monotonic() - self._since > elastic.rules.grace_s / 2
-                else:
-                    self._since, self.says_hurry = None, len(roll.rounds) > self._number
-        finally:
-            self._looked.set()
+        while not self.says_hurry and not self._over.wait(_LOOK_S):
+            elastic.read()
+            if len(roll.rounds) == self._number and not roll.members and len(roll.ready) >= roll.quorum:
+                self._since = self._since or time.monotonic()
+                self.says_hurry = time.monotonic() - self._since > elastic.rules.grace_s / 2
+            else:
+                self._since, self.says_hurry = None, len(roll.rounds) > self._number
 
     def end(self) -> float:
         """End the looking; returns for how many seconds others have waited."""
         self._over.set()
-        self._looked.wait()
+        self._looking.result()
         return 0.0 if self._since is None else time.monotonic() - self._since
 
 
@@ -153,7 +151,7 @@ class ElasticUpdates(Engine):
         host: the address by which others reach this machine; by default that by which it reaches the store.
         begun: what else all must have been started with, by name.
         world: of a replica that is a pipeline: its own ranks, each with the parameters of its stage
-            (`lowcomm.world(stages=...)` under a torchrun of its own). They come and go as one, the first leads
+            (`lowcomm.world(stages=...)` under a torchrun of its own), kept where it has several stages. They come and go as one, the first leads
             (`lowcomm.comm.stages`), and all take turns after the same steps.
         on_leave, on_join: called with the round, as it is applied, and the slots that it is without, or with again.
         constrain, layers: as for `LocalUpdates`.
@@ -189,7 +187,10 @@ class ElasticUpdates(Engine):
         **settings: Any,
     ):
         self.method = method = with_settings(method or LocalUpdates.default, settings)
-        self.slot, self.steps, self.seed, self.world = slot, steps, seed, world
+        if world is not None and world.replicas > 1:
+            raise ConfigError(f"the world of an elastic replica has one replica, itself, not {world.replicas}")
+        self.slot, self.steps, self.seed = slot, steps, seed
+        self.world = world if world is not None and world.stages > 1 else None
         self.on_leave, self.on_join = on_leave, on_join
         self.named = named_parameters(model, trained=method.trainable != "slice")
         shapes = {name: tuple(p.shape) for name, p in self.named.items()}
@@ -213,14 +214,14 @@ class ElasticUpdates(Engine):
         self._lock = threading.Condition()
         self._under_way: tuple[int, Future[Round | None]] | None = None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=f"elastic-{slot}")
-        stage, stages = (0, 1) if world is None else (world.stage, world.stages)
+        stage, stages = (0, 1) if self.world is None else (self.world.stage, self.world.stages)
         quorum = quorum or max(1, slots // 2)
         own = {"slots": slots, "steps": steps, "seed": seed, "stages": stages, "quorum": quorum}
         self._agree(notes, f"settings/{stage}", begun_with(method, self.named, **{**(begun or {}), **own}))
         who = f"{slot}.{uuid.uuid4().hex[:12]}"
-        if stages > 1:
-            who = world.tell(who, axis="stage")[0]
-            self._check_turns(world)
+        if self.world is not None:
+            who = self.world.tell(who, axis="stage")[0]
+            self._check_turns(self.world)
         self.notes = notes
         self.elastic = Elastic(
             notes,
@@ -236,8 +237,8 @@ class ElasticUpdates(Engine):
             stage=stage,
             stages=stages,
         )
-        if stages > 1:
-            world.tell("", axis="stage")  # by now all can be reached
+        if self.world is not None:
+            self.world.tell("", axis="stage")  # by now all can be reached
 
     @classmethod
     def of(cls, model: nn.Module, world: World, method: MethodConfig, **known: Any) -> ElasticUpdates:
@@ -273,9 +274,9 @@ class ElasticUpdates(Engine):
 
     def _says(self, value: float) -> float:
         """Return what the first stage says, where there are several."""
-        if self.world is None or self.world.stages == 1:
+        if self.world is None:
             return value
-        told = torch.tensor([value], dtype=torch.float64, device=self.world.device)
+        told = torch.tensor([value], dtype=torch.float64)  # on the CPU: a GPU would be waited for
         return self.world.broadcast(told, purpose=UNBILLED, axis="stage").item()
 
     def _digest(self) -> str:
@@ -403,26 +404,21 @@ class ElasticUpdates(Engine):
 
     def _hurry(self) -> None:
         """The others wait for this replica, or have gone on without it."""
-        number = self._next
         waited_s = self._end_watch()
-        if self._under_way is not None:
-            before = self.missed
-            self._apply()
-            if self.missed > before:  # it has come to where the others are
-                return
+        if self._under_way is not None and not self._apply():
+            return  # it has come to where the others are
         self.elastic.read()
         if self._says(len(self.elastic.roll.rounds) > self._next):
             self.missed += 1
             self._catch_up()
-        elif self._next == number:
+        else:
             self.pace = self._says(self._gap.pace_without(waited_s, self.pace, self._until))
             self.steps_done = self._until
 
     def _begin_watch(self) -> None:
         """Look, beside the inner steps and at the first stage, whether others wait for this replica's next turn."""
         if self._next < len(self._turns) and self.elastic.stage == 0:
-            self._watch = _Watch(self.elastic, self._next)
-            self._pool.submit(self._watch.look)
+            self._watch = _Watch(self.elastic, self._next, self._pool)
 
     def _end_watch(self) -> float:
         """Look no more; returns for how many seconds the others have waited."""
@@ -473,19 +469,21 @@ class ElasticUpdates(Engine):
             self._lock.notify_all()
         return committed
 
-    def _apply(self) -> None:
+    def _apply(self) -> bool:
+        """Apply what is under way; False where the round went on without this replica, which comes to the others."""
         _, meeting = self._under_way
         self._under_way = None
         if (committed := meeting.result()) is None:
             self.missed += 1
             self._catch_up()
-            return
+            return False
         with self._lock:
             for index, state in self._met.items():
                 self.fragments[index].adopt(state, self.method.mixing)
             self._met = {}
         self.rounds.append(committed)
         self._tell(committed)
+        return True
 
     def _tell(self, committed: Round) -> None:
         before, self._present = self._present, committed.slots
@@ -522,7 +520,7 @@ class ElasticUpdates(Engine):
         """
         with self._lock:
             version = self._version
-            if self.world is not None and self.world.stages > 1:
+            if self.world is not None:
                 version = min(self.world.tell(version, axis="stage"))
             return self._state(version)
 
