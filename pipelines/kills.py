@@ -92,15 +92,17 @@ class DataParallel:
         if self._agent.poll() is not None:
             return False
         self._is_ill = True
-        until = time.monotonic() + fault.seconds
-        for process in psutil.Process(self._agent.pid).children(recursive=True):
-            with contextlib.suppress(psutil.Error):
-                if process.environ().get("RANK") == str(fault.slot):
-                    process.send_signal(signal.SIGKILL)
-        self._agent.wait()
-        time.sleep(max(0.0, until - time.monotonic()))
-        self._agent = self._start()
-        self._is_ill = False
+        try:
+            until = time.monotonic() + fault.seconds
+            for process in psutil.Process(self._agent.pid).children(recursive=True):
+                with contextlib.suppress(psutil.Error):
+                    if process.environ().get("RANK") == str(fault.slot):
+                        process.send_signal(signal.SIGKILL)
+            self._agent.wait()
+            time.sleep(max(0.0, until - time.monotonic()))
+            self._agent = self._start()
+        finally:
+            self._is_ill = False
         return True
 
     def check(self) -> None:

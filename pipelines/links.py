@@ -105,6 +105,7 @@ METHODS = {
     "streaming": Method("streaming_h30", 40, _STREAMING | {"method.overlap_steps": "[0]"}),
     "overlapped": Method("streaming_h30", 40, _STREAMING | {"method.overlap_steps": "[3]"}),
     "noloco": Method("noloco", 40, {"method.sync_every_steps": 10}, "dp8_pp1", replicas=4),
+    "pipelines": Method("diloco_m2", 40, {"method.sync_every_steps": 10}, stages=2),
     "subspace": Method(
         "protocol",
         24,

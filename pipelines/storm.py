@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -236,19 +237,24 @@ def endure(
         look: called ten times per second while the run trains, and once more at its end.
         is_spared: tells at a fault's time whether it is left out.
     """
-    happened = []
+    happened, over = [], threading.Event()
 
     def one(fault: Fault) -> None:
-        time.sleep(max(0.0, begin + fault.at - time.monotonic()))
-        if not is_spared() and run.suffer(fault):
+        if not over.wait(max(0.0, begin + fault.at - time.monotonic())) and not is_spared() and run.suffer(fault):
             happened.append(dataclasses.asdict(fault))
 
-    for fault in schedule:
-        threading.Thread(target=one, args=(fault,), daemon=True).start()
-    while run.are_training:
-        run.check()
-        look()
-        time.sleep(0.1)
+    threads = [threading.Thread(target=one, args=(fault,), daemon=True) for fault in schedule]
+    for thread in threads:
+        thread.start()
+    try:
+        while run.are_training:
+            run.check()
+            look()
+            time.sleep(0.1)
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
     look()
     return sorted(happened, key=lambda fault: fault["at"])
 
@@ -384,6 +390,15 @@ def throughput(seen: dict[str, Any]) -> float:
     return sum(r["tokens"] for r in rest) / (rest[-1]["at"] - first["at"])
 
 
+def loss_at(seen: dict[str, Any], tokens: float) -> float:
+    """Return the validation loss when so many tokens were in committed rounds, along a line between two evaluations."""
+    after = [0, *itertools.accumulate(r["tokens"] for r in seen["rounds"])]
+    curve = [(after[rounds], loss) for _, rounds, loss in seen["curve"] if rounds]
+    curve.append((after[-1], statistics.mean(seen["val_loss"])))
+    (before, a), (behind, b) = next((pair for pair in itertools.pairwise(curve) if pair[1][0] >= tokens), curve[-2:])
+    return a if before == behind else a + (b - a) * (tokens - before) / (behind - before)
+
+
 def figures(calm: dict[str, Any], storm: dict[str, Any]) -> dict[str, float]:
     """Set a storm beside the calm: shares are of 1, times in seconds."""
     hours, kills = storm["rounds"][-1]["at"] / 3600, returns(storm, "kill")
@@ -399,6 +414,7 @@ def figures(calm: dict[str, Any], storm: dict[str, Any]) -> dict[str, float]:
         "back_s": statistics.median(kills) if kills else float("nan"),
         "tokens_lost": storm["tokens_lost"] / (storm["tokens"] + storm["tokens_lost"]),
         "loss": loss / loss_in_calm,
+        "loss_at_equal_tokens": loss / loss_at(calm, storm["tokens"]),
         "tokens": storm["tokens"] / calm["tokens"],
     }
 

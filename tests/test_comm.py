@@ -16,11 +16,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
 from lowcomm.codecs import make_codec
-from lowcomm.comm import axis
+from lowcomm.comm import axis, processes
 from lowcomm.comm.config import CommConfig
 from lowcomm.comm.processes import PIECE_BYTES, PIECES_AHEAD
 from lowcomm.comm.shares import encoded_mean_bytes, encoded_mean_in_shares, mean_bytes, ring_seconds, shares
@@ -272,7 +273,22 @@ def test_a_rank_that_is_never_started_is_not_waited_for_for_ever() -> None:
             [sys.executable, "-c", words], env=clean_environment(**told), capture_output=True, text=True, timeout=60
         )
         assert child.returncode == 1
-        assert "CommError: " in child.stderr.splitlines()[-1]
+        why = "of 2 ranks only [0] have started in 3 s" if rank == "0" else "the ranks' store at 127.0.0.1:"
+        assert f"CommError: {why}" in child.stderr.splitlines()[-1]
+
+
+def test_the_first_machine_finds_its_interface_though_its_own_name_is_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Debian gives a machine's own name the address 127.0.1.1."""
+    there = [(name, a) for name, addresses in psutil.net_if_addrs().items() for a in addresses]
+    ours = [(name, a.address) for name, a in there if a.family == socket.AF_INET]
+    mine = [(name, address) for name, address in ours if not address.startswith("127.")]
+    if not mine:
+        pytest.skip("this machine is on no network")
+    name, address = mine[0]
+    monkeypatch.setattr(processes, "_address_towards", lambda host, _: "127.0.1.1" if host == "me" else address)
+    assert processes._interface_towards("me", 29500) == name
+    monkeypatch.setattr(processes, "_address_towards", lambda host, _: "127.0.1.1")
+    assert processes._interface_towards("me", 29500) == ""
 
 
 @pytest.mark.fault("the machine with torchrun's store freezes", "all ranks end after `comm.timeout_s`")

@@ -23,7 +23,7 @@ from torch import Tensor
 from lowcomm import elastic_store
 from lowcomm.codecs import make_codec
 from lowcomm.comm.elastic import Elastic, Messenger, NoAnswer, Payload, SharedLog
-from lowcomm.comm.membership import Ready, Roll, Rules
+from lowcomm.comm.membership import Exchange, Ready, Roll, Rules
 from lowcomm.comm.notes import Notes
 from lowcomm.comm.shares import encoded_mean_bytes
 from tests.harness import clean_environment, in_threads
@@ -309,6 +309,23 @@ def test_beats_go_on_while_connections_are_let_go_of() -> None:
     in_threads(beat, beat, forget)
     a.close()
     b.close()
+
+
+def test_stages_do_not_say_of_each_other_that_an_exchange_moves(store: Notes) -> None:
+    """Where nothing moves at any stage, none says so because another has."""
+    rules = Rules(timeout_s=0.5, silence_s=0.4)
+    given = {"slots": 1, "quorum": 1, "rules": rules, "stages": 2, "serve": lambda wanted: None, "load": print}
+    stages = [Elastic(elastic_store(f"127.0.0.1:{store.port}"), "a", 0, stage=stage, **given) for stage in (0, 1)]
+    try:
+        for one in stages:
+            one._under_way, one.messenger.moved = Exchange(one.roll.key, ("a",)), time.monotonic()
+        begin = time.monotonic()
+        time.sleep(3)
+        assert all(one.messenger.heard(f"a/{1 - stage}") > begin + 2 for stage, one in enumerate(stages))
+        assert all(one.messenger.moved < begin + 2 for one in stages)
+    finally:
+        for one in stages:
+            one.close_connections()
 
 
 def test_connections_to_those_who_are_gone_are_let_go_of() -> None:

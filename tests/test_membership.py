@@ -63,8 +63,8 @@ def shortest(faults: list[Fault], seed: int) -> list[Fault]:
 
 @pytest.mark.fault(
     "1,000 seeded schedules of kills, pauses, cuts, delays, corruption, late joins, lost logs and disks, simulated",
-    "members agree bit for bit, no newcomer is a donor, each token counts once, messages are those of the plan, the loss"
-    " is within 1 % of the undisturbed one",
+    "members agree bit for bit, no newcomer is a donor, each token counts once, messages are those of the plan,"
+    " the loss is within 1 % of the undisturbed one",
 )
 def test_a_thousand_schedules_of_faults() -> None:
     for seed in range(1000):

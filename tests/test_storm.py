@@ -96,6 +96,8 @@ def test_what_is_said_of_a_storm_is_what_happened() -> None:
     assert storm.throughput(seen) == 4.0
     assert storm.participation(seen) == (1 + 1 + 0.5 + 1) / 4
     assert storm.present(seen) == 0.75
+    seen |= {"curve": [[2, 1, 5.0], [3, 2, 4.0]], "val_loss": [2.0, 2.0]}
+    assert [storm.loss_at(seen, tokens) for tokens in (20, 25, 30, 45, 60)] == [5.0, 4.5, 4.0, 3.0, 2.0]
 
 
 def test_the_time_to_a_loss_is_when_all_have_told(tmp_path: Path) -> None:

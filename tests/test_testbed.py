@@ -57,9 +57,9 @@ def served(bed: Testbed) -> None:
     assert server.stdout.readline() == "listening\n"
 
 
-def sent(bed: Testbed, *sizes: int) -> list[float]:
+def sent(bed: Testbed, *sizes: int, source: int = 1) -> list[float]:
     """Send node 0 so many bytes, one time after the other; returns the seconds until it has them."""
-    child = bed.start(1, [sys.executable, "-c", CLIENT, *map(str, sizes)], stdout=subprocess.PIPE, text=True)
+    child = bed.start(source, [sys.executable, "-c", CLIENT, *map(str, sizes)], stdout=subprocess.PIPE, text=True)
     said, _ = child.communicate(timeout=60)
     assert child.returncode == 0
     return [float(line) for line in said.split()]
@@ -90,6 +90,26 @@ def test_nothing_is_faster_than_its_link_and_all_of_it_is_counted() -> None:
         mine = bed.names
         assert mine[0] in namespaces()
     assert not any(name in namespaces() for name in mine)
+
+
+@pytest.mark.parametrize("latency_ms", [0.0, pytest.param(1.0, marks=far)])
+@here
+def test_a_pair_has_a_rate_of_its_own(latency_ms: float) -> None:
+    with Testbed(3, latency_ms=latency_ms) as bed:
+        served(bed)
+        bed.shape_pair(1, 0, 4)
+        bed.shape_pair(2, 0, 400)
+        (slow,), (fast,) = sent(bed, 300_000), sent(bed, 300_000, source=2)
+        assert slow > 0.9 * 300_000 * 8 / 4e6 > 2 * fast
+        bed.shape(0, down=2)  # what it receives of all, beside those
+        (slower,) = sent(bed, 300_000, source=2)
+        assert slower > 0.9 * 300_000 * 8 / 2e6
+        bed.shape(0, down=400)
+        bed.shape_pair(1, 0, math.inf)
+        (fast,) = sent(bed, 300_000)
+        assert fast < slow / 2
+        with pytest.raises(ConfigError, match="0 Mbit/s from node 1 to 0: a rate must be above 0"):
+            bed.shape_pair(1, 0, 0)
 
 
 @pytest.mark.fault("a link is cut, and mended", "nothing passes, and then all does")

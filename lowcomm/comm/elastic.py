@@ -136,7 +136,10 @@ class Frame:
         return struct.pack("!I", len(packed)) + packed
 
     def send(self, to: socket.socket, told: Told) -> None:
-        """Write it to a socket, whose time-out says how long the other end may leave bytes untaken."""
+        """Write it to a socket, whose time-out says how long the other end may leave bytes untaken.
+
+        told: called with this frame's own source after each piece of the payload.
+        """
         to.sendall(self.header)
         left = memoryview(self.payload)
         while left:
@@ -198,7 +201,7 @@ class Messenger:
     Args:
         who: this replica.
         host: the interface to listen on.
-        timeout_s: how long the other end may leave bytes untaken.
+        timeout_s: how many seconds a connection may take to be made, and its other end may leave bytes untaken.
         address_of: (host, port) of a replica; None where it is not known.
         serve: answers a request for the agreed state of a version or a later one: bytes; None where it has none.
 
@@ -343,7 +346,11 @@ class Messenger:
             return way
 
     def _connect(self, to: str, way: _Way) -> socket.socket:
-        """Make a connection, in the place of the one there may be, which ends when this one is known to the other."""
+        """Connect with another replica anew, and return the connection. Raises NoAnswer where it is not to be reached.
+
+        One that there was before ends only after a first word has gone over the new one, so that the other replica,
+        who takes the end of all connections for the end of this replica, is never left without any.
+        """
         if (address := self._address_of(to)) is None:
             raise NoAnswer(to, "has no address")
         connection = socket.create_connection(address, self.timeout_s)

@@ -356,10 +356,11 @@ class Member:
     def catch_up(self) -> Generator[Request, Any, bool]:
         """Come to the latest round: take the agreed state from donors until this replica has it.
 
-        Returns False where the slot has another holder, and where the run is over and nobody is left who has its end.
-        If no donor is left for three time-outs before that, all go back to the latest round that somebody has. Raises
-        CommError where all donors of several have been asked in vain, or one that has been called lost for that and has
-        spoken since: it is this replica then that nothing reaches.
+        Where there has been no donor for three time-outs, this replica asks all to go back to the latest round that
+        somebody has (`Rollback`). Returns True when it has the latest round and is awaited; False where its slot has
+        another holder, and where the run is over and nobody is left who has its end. Raises CommError where it is this
+        replica that no answer reaches: all of several donors have been asked in vain, or a single one has, was called
+        lost for that, and has spoken in the log since.
         """
         roll, alone_since = self.roll, None
         deaf: set[str] = set()

@@ -104,8 +104,9 @@ def _of_this_start(store: dist.Store, rank: int, size: int, timeout_s: float) ->
     def read(key: str) -> str:
         return store.get(key).decode() if store.check([key]) else ""
 
-    store.set(f"start/{rank}", me)
     while time.monotonic() < until:
+        if read(f"start/{rank}") != me:  # also where an earlier start's word came late
+            store.set(f"start/{rank}", me)
         if rank == 0:
             call = " ".join(read(f"start/{r}") or "-" for r in range(size))
             if call != read("start/call"):
@@ -117,7 +118,10 @@ def _of_this_start(store: dist.Store, rank: int, size: int, timeout_s: float) ->
         if (names := read("start/all").split())[rank : rank + 1] == [me]:
             return dist.PrefixStore(f"start/{names[0]}", store)
         time.sleep(_LOOK_S)
-    there = [r for r in range(size) if read(f"start/{r}")]
+    call = read("start/call")
+    if call.split()[rank : rank + 1] != [me]:
+        raise CommError(f"rank {rank} has waited for rank 0 to start for {timeout_s:g} s")
+    there = [r for r, name in enumerate(call.split()) if name != "-" and read(f"start/answer/{name}") == call]
     raise CommError(f"of {size} ranks only {there} have started in {timeout_s:g} s")
 
 

@@ -3,6 +3,7 @@
     with Testbed(2, mbit_per_s=80) as bed:
         ranks = [bed.start(node, [sys.executable, "-m", "lowcomm.train", ...], rank=node) for node in range(2)]
         bed.shape(1, up=20)                    from now on
+        bed.shape_pair(0, 1, 10)               what node 0 sends to node 1
         bed.cut(1); bed.mend(1)                its cable
         sent, received = bed.counters(0)       bytes, as the kernel counts them
 
@@ -42,6 +43,8 @@ from lowcomm.settings import ConfigError
 
 #: What a link's queue holds, in seconds of its rate; and the packets' size.
 QUEUE_S, MTU = 0.1, 1500
+#: Bits per second that stand for a rate without a limit, where a bucket must have one.
+_FASTEST = 40e9
 _NETWORK = ipaddress.ip_network("10.77.0.0/24")
 
 
@@ -110,9 +113,12 @@ def _bucket(device: str, bits_per_s: float) -> list[str]:
     """The command that lets a device send at a rate, or as fast as it goes."""
     if math.isinf(bits_per_s):
         return ["tc", "qdisc", "replace", "dev", device, "root", "pfifo", "limit", "10000"]
-    burst = max(2 * MTU, int(bits_per_s / 8 * 2e-3))
-    rate = ["rate", f"{bits_per_s:.0f}bit", "burst", str(burst), "latency", f"{QUEUE_S * 1e3:.0f}ms"]
-    return ["tc", "qdisc", "replace", "dev", device, "root", "handle", "1:", "tbf", *rate]
+    queue = ["latency", f"{QUEUE_S * 1e3:.0f}ms"]
+    return ["tc", "qdisc", "replace", "dev", device, "root", "handle", "1:", "tbf", *_rate(bits_per_s), *queue]
+
+
+def _rate(bits_per_s: float) -> list[str]:
+    return ["rate", f"{bits_per_s:.0f}bit", "burst", str(max(2 * MTU, int(bits_per_s / 8 * 2e-3)))]
 
 
 @dataclass(frozen=True)
@@ -157,6 +163,7 @@ class Testbed:
             raise ConfigError(f"no testbed here: {why}")
         self.nodes, self.latency_ms, self.loss_percent, self.congestion = nodes, latency_ms, loss_percent, congestion
         self.rates = [Rates(mbit_per_s, mbit_per_s)] * nodes
+        self._pairs: list[dict[int, float]] = [{} for _ in range(nodes)]  # to a node: from another -> Mbit/s
         self.names = [f"lowcomm-{os.getpid()}-{i}" for i in range(nodes)]
         self._switch = f"lowcomm-{os.getpid()}-switch"
         self._in_user_space = self._is_delayed and not has_netem()
@@ -233,8 +240,9 @@ class Testbed:
         for rate in (rates.up, rates.down):
             if not rate > 0:
                 raise ConfigError(f"a link of {rate:g} Mbit/s: it must be above 0 (`cut` takes a link down)")
+        pairs = {source: rate * 1e6 for source, rate in self._pairs[node].items()}
         if self._forwarder is not None:
-            self._forwarder.stdin.write(json.dumps([node, rates.up * 1e6, rates.down * 1e6]) + "\n")
+            self._forwarder.stdin.write(json.dumps([node, rates.up * 1e6, rates.down * 1e6, pairs]) + "\n")
             self._forwarder.stdin.flush()
             return
         for where, device, rate in ((self.names[node], "eth0", rates.up), (self._switch, self._port(node), rates.down)):
@@ -244,6 +252,34 @@ class Testbed:
             inside = _inside(self.names[node])
             parent = ["parent", "1:1"] if math.isfinite(rates.up) else ["root"]
             _run(*inside, "tc", "qdisc", "replace", "dev", "eth0", *parent, "handle", "10:", *delay)
+        if pairs:
+            self._shape_pairs(node, pairs)
+
+    def shape_pair(self, source: int, to: int, mbit_per_s: float) -> None:
+        """Give what one node sends to another a rate of its own from now on, beside those of their links.
+
+        Raises ConfigError for a rate that is not above 0, and where the kernel cannot tell packets apart (sch_htb,
+        cls_u32). With infinity only the links' rates hold.
+        """
+        if not mbit_per_s > 0:
+            raise ConfigError(f"{mbit_per_s:g} Mbit/s from node {source} to {to}: a rate must be above 0")
+        self._pairs[to][source] = mbit_per_s
+        self._shape(to)
+
+    def _shape_pairs(self, to: int, pairs: Mapping[int, float]) -> None:
+        """Below the bucket of what a node receives, have one for each source that has a rate, in bits/s."""
+        inside, device = _inside(self._switch), ["dev", self._port(to)]
+        root = _bucket(self._port(to), min(self.rates[to].down * 1e6, _FASTEST))
+        _run(*inside, *root)
+        subprocess.run([*inside, "tc", "qdisc", "del", *device, "parent", "1:1"], capture_output=True)
+        _run(*inside, "tc", "qdisc", "add", *device, "parent", "1:1", "handle", "2:", "htb")
+        for source, bits_per_s in pairs.items():
+            rate, class_ = min(bits_per_s, _FASTEST), f"2:{source + 1:x}"
+            queue = max(2 * MTU, int(rate / 8 * QUEUE_S))
+            _run(*inside, "tc", "class", "add", *device, "parent", "2:", "classid", class_, "htb", *_rate(rate))
+            _run(*inside, "tc", "qdisc", "add", *device, "parent", class_, "bfifo", "limit", str(queue))
+            match = ["u32", "match", "ip", "src", f"{self.address(source)}/32", "flowid", class_]
+            _run(*inside, "tc", "filter", "add", *device, "parent", "2:", "protocol", "ip", *match)
 
     def cut(self, node: int) -> None:
         """Take a node's link down."""
@@ -311,8 +347,11 @@ class _Forwarder:
         self.down = [math.inf] * len(devices)
         self._left = [0.0] * len(devices)  # when what a node has sent so far is on its way
         self._arrived = [0.0] * len(devices)  # ... and what has been sent to it is there
+        self.pairs: list[dict[str, float]] = [{} for _ in devices]  # to a node: from another -> bits/s
+        self._crossed: dict[tuple[int, int], float] = {}  # when what one has sent to another is past that
         self._order = itertools.count()
-        self._flying: list[tuple[float, int, int, bytes]] = []
+        #: (when, order, to whom, packet, whether it is past the rate at which that node receives)
+        self._flying: list[tuple[float, int, int, bytes, bool]] = []
 
     def take(self, node: int, packet: bytes, now: float) -> None:
         """A node has sent a packet."""
@@ -321,25 +360,34 @@ class _Forwarder:
             return
         bits = 8 * len(packet)
         left = max(now, self._left[node]) + bits / self.up[node]
-        there = max(left + self.latency_s, self._arrived[to] + bits / self.down[to])
-        if left - now > QUEUE_S or there - left - self.latency_s > QUEUE_S:
+        crossed = max(left, self._crossed.get((node, to), 0.0) + bits / self.pairs[to].get(str(node), math.inf))
+        if left - now > QUEUE_S or crossed - left > QUEUE_S:
             return
-        self._left[node] = left
-        if self._draw.random() < self.lost:
-            return
-        self._arrived[to] = there
-        heapq.heappush(self._flying, (there, next(self._order), to, packet))
+        self._left[node], self._crossed[node, to] = left, crossed
+        if self._draw.random() >= self.lost:
+            heapq.heappush(self._flying, (crossed + self.latency_s, next(self._order), to, packet, False))
 
     def give(self, now: float) -> float | None:
         """Hand over what has arrived; returns in how many seconds the next will have."""
         while self._flying and self._flying[0][0] <= now:
-            _, _, to, packet = heapq.heappop(self._flying)
+            when, _, to, packet, is_received = heapq.heappop(self._flying)
+            if not is_received:
+                there = max(when, self._arrived[to] + 8 * len(packet) / self.down[to])
+                if there - when > QUEUE_S:
+                    continue
+                self._arrived[to] = there
+                if there > now:
+                    heapq.heappush(self._flying, (there, next(self._order), to, packet, True))
+                    continue
             with contextlib.suppress(OSError):  # the device is down, or full
                 os.write(self.devices[to], packet)
         return max(0.0, self._flying[0][0] - now) if self._flying else None
 
     def run(self) -> None:
-        """Forward until the standard input ends, by whose lines links get other rates: [node, up, down] in bits/s."""
+        """Forward until the standard input ends, by whose lines links get other rates in bits/s.
+
+        A line has a node's number, its rates up and down, and those of what others send to it, by their numbers.
+        """
         told = b""
         while True:
             wait = self.give(time.monotonic())
@@ -350,8 +398,8 @@ class _Forwarder:
                         return
                     *lines, told = (told + more).split(b"\n")
                     for line in lines:
-                        node, up, down = json.loads(line)
-                        self.up[node], self.down[node] = up, down
+                        node, *rates = json.loads(line)
+                        self.up[node], self.down[node], self.pairs[node] = rates
                     continue
                 with contextlib.suppress(OSError):  # nothing more, or the device is down
                     for _ in range(64):

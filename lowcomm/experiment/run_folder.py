@@ -231,7 +231,10 @@ class RunFolder:
             )
 
     def clear(self) -> None:
-        """Remove what a run left here, and nothing else: folders too, if nothing else is in them, but no link."""
+        """Remove the files that a run has left here, and folders in which nothing else is.
+
+        Links to folders stay, and so does what they lead to.
+        """
         for path in checkpoint_folders(self.checkpoints):
             remove_checkpoint(path)
         for path in (self.out / "metrics").glob("rank-*.jsonl"):

@@ -151,7 +151,7 @@ class ElasticUpdates(Engine):
         host: the address by which others reach this machine; by default that by which it reaches the store.
         begun: what else all must have been started with, by name.
         world: of a replica that is a pipeline: its own ranks, each with the parameters of its stage
-            (`lowcomm.world(stages=...)` under a torchrun of its own), kept where it has several stages. They come and go as one, the first leads
+            (`lowcomm.world(stages=...)` under a torchrun of its own). They come and go as one, the first leads
             (`lowcomm.comm.stages`), and all take turns after the same steps.
         on_leave, on_join: called with the round, as it is applied, and the slots that it is without, or with again.
         constrain, layers: as for `LocalUpdates`.
