@@ -40,6 +40,7 @@ storm: .venv/.done  ## half an hour of killed, stopped and cut replicas beside a
 	python -m pipelines.storm measure
 	python -m pipelines.kills measure
 	python -m pipelines.faults
+	dvc repro real_faults && python -m pipelines.index
 
 bench: .venv/.done  ## ratios against bare PyTorch, side by side
 	python -m pipelines.bench

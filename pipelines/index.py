@@ -32,6 +32,7 @@ TITLES = {
     "protocol_models": "Protocol Models (arXiv:2506.01260)",
     "together": "All four papers together",
     "real_links": "Real links: measured beside replayed and simulated",
+    "real_faults": "Real faults: kills, stops, cut links",
 }
 
 
@@ -153,7 +154,7 @@ FAMILIES = {
     "partial": "Partial Parameter Updates",
     "protocol": "Protocol Models",
     "together": "all four together",
-    "real": "real links, of what was measured",
+    "real": "real links and faults, of what was measured",
 }
 
 

@@ -51,7 +51,7 @@ RESULTS = ROOT / "results" / "storm"
 SLOTS, PORT = 8, 29400
 GRACE_S, SILENCE_S, TIMEOUT_S = 1.5, 1.5, 6.0
 #: So many steps take half an hour on two cores, and so many faults are drawn in an hour, of which some are spared.
-STEPS, PER_HOUR = 18_000, 180.0
+STEPS, PER_HOUR = 22_000, 180.0
 #: Seconds between two looks at what processes hold; the share of a storm's rounds after which no fault comes any more.
 LOOK_S, CALM_AT_END = 10.0, 0.96
 CORPUS = CorpusConfig("python", packages=("sympy", "pandas", "networkx", "matplotlib", "numpy", "torch"))
