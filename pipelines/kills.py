@@ -98,7 +98,7 @@ class DataParallel:
                 with contextlib.suppress(psutil.Error):
                     if process.environ().get("RANK") == str(fault.slot):
                         process.send_signal(signal.SIGKILL)
-            self._agent.wait()
+            self._agent.wait(60)
             time.sleep(max(0.0, until - time.monotonic()))
             self._agent = self._start()
         finally:

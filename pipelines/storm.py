@@ -39,6 +39,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import psutil
 
 from lowcomm.comm.testbed import Testbed
@@ -237,24 +238,29 @@ def endure(
         look: called ten times per second while the run trains, and once more at its end.
         is_spared: tells at a fault's time whether it is left out.
     """
-    happened, over = [], threading.Event()
+    happened, failed, over = [], [], threading.Event()
 
     def one(fault: Fault) -> None:
-        if not over.wait(max(0.0, begin + fault.at - time.monotonic())) and not is_spared() and run.suffer(fault):
-            happened.append(dataclasses.asdict(fault))
+        try:
+            if not over.wait(max(0.0, begin + fault.at - time.monotonic())) and not is_spared() and run.suffer(fault):
+                happened.append(dataclasses.asdict(fault))
+        except Exception as error:  # what it leaves is no fault that was meant
+            failed.append(error)
 
     threads = [threading.Thread(target=one, args=(fault,), daemon=True) for fault in schedule]
     for thread in threads:
         thread.start()
     try:
-        while run.are_training:
+        while run.are_training and not failed:
             run.check()
             look()
             time.sleep(0.1)
     finally:
         over.set()
         for thread in threads:
-            thread.join()
+            thread.join(60)
+    if failed:
+        raise failed[0]
     look()
     return sorted(happened, key=lambda fault: fault["at"])
 
@@ -393,10 +399,10 @@ def throughput(seen: dict[str, Any]) -> float:
 def loss_at(seen: dict[str, Any], tokens: float) -> float:
     """Return the validation loss when so many tokens were in committed rounds, along a line between two evaluations."""
     after = [0, *itertools.accumulate(r["tokens"] for r in seen["rounds"])]
-    curve = [(after[rounds], loss) for _, rounds, loss in seen["curve"] if rounds]
-    curve.append((after[-1], statistics.mean(seen["val_loss"])))
-    (before, a), (behind, b) = next((pair for pair in itertools.pairwise(curve) if pair[1][0] >= tokens), curve[-2:])
-    return a if before == behind else a + (b - a) * (tokens - before) / (behind - before)
+    curve = {after[rounds]: loss for _, rounds, loss in seen["curve"] if rounds} | {
+        after[-1]: statistics.mean(seen["val_loss"])
+    }
+    return float(np.interp(tokens, sorted(curve), [curve[at] for at in sorted(curve)]))
 
 
 def figures(calm: dict[str, Any], storm: dict[str, Any]) -> dict[str, float]:

@@ -106,7 +106,10 @@ class Faulty:
         return self.now
 
     def loss(self) -> float:
-        """The expected loss on a token of the parameters agreed at the end: its squared distance, of variance 0.25."""
+        """Return what the parameters agreed at the end lose on a token: 0.25, its variance, and their distance squared.
+
+        That is from the mean of all tokens, per number.
+        """
         _, agreed, _ = next(iter(self.ended.values()))
         return 0.25 + sum((a - 1) ** 2 for a in agreed) / len(agreed)
 

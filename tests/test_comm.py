@@ -19,6 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 
 from lowcomm.codecs import make_codec
 from lowcomm.comm import axis, processes
@@ -32,7 +33,7 @@ from lowcomm.comm.wire import Span, Trace
 from lowcomm.comm.world import World
 from lowcomm.settings import ConfigError
 from pipelines.project import ROOT
-from tests.harness import Group, OnlyTheLink, as_processes, as_threads, clean_environment, run_case
+from tests.harness import Group, OnlyTheLink, as_processes, as_threads, clean_environment, in_threads, run_case
 
 
 @pytest.fixture(scope="module")
@@ -273,8 +274,23 @@ def test_a_rank_that_is_never_started_is_not_waited_for_for_ever() -> None:
             [sys.executable, "-c", words], env=clean_environment(**told), capture_output=True, text=True, timeout=60
         )
         assert child.returncode == 1
-        why = "of 2 ranks only [0] have started in 3 s" if rank == "0" else "the ranks' store at 127.0.0.1:"
-        assert f"CommError: {why}" in child.stderr.splitlines()[-1]
+        assert "CommError: the ranks' store at 127.0.0.1:" in child.stderr.splitlines()[-1]
+
+
+def test_ranks_of_one_start_find_each_other_and_say_who_is_missing() -> None:
+    store = dist.HashStore()
+    for rank in range(3):
+        store.set(f"start/{rank}", "an earlier start's")
+    store.set("start/call", "an earlier start's")
+    late = threading.Timer(0.5, store.set, ("start/1", "an earlier start's, which comes late"))
+    late.start()
+    found = in_threads(*(lambda rank=rank: processes._of_this_start(store, rank, 3, 20.0) for rank in range(3)))
+    found[0].set("here", "yes")
+    assert [part.get("here") for part in found] == [b"yes"] * 3
+    with pytest.raises(CommError, match=r"of 3 ranks only \[0\] have started in 0.5 s"):
+        processes._of_this_start(dist.HashStore(), 0, 3, 0.5)
+    with pytest.raises(CommError, match=r"rank 1 has waited for rank 0, which has not started in 0.5 s"):
+        processes._of_this_start(dist.HashStore(), 1, 3, 0.5)
 
 
 def test_the_first_machine_finds_its_interface_though_its_own_name_is_itself(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -107,12 +108,22 @@ def test_many_notes_are_had_at_once(store: Notes) -> None:
 
 def test_who_closes_waits_for_what_is_under_way_and_asks_nothing_more() -> None:
     """A store's code that returns while the interpreter ends would abort the process, after all that it has done."""
-    store = Kept()
-    notes = Notes(store, 0.1, connect=lambda: Kept(slow_s=0.5))
+    store, connecting = Kept(), threading.Event()
+
+    def connect() -> Kept:
+        connecting.set()
+        time.sleep(0.8)
+        raise RuntimeError("nobody there")
+
+    notes = Notes(store, 0.5, connect=connect)
     notes.write("there", "yes")
-    store.slow_s = 0.5
-    assert notes.look("there") is None  # and another connection is made
-    assert [thread.is_alive() for thread in notes._threads] == [True, True]
+    store.is_broken = True
+    assert notes.look("there") is None
+    asking = threading.Thread(target=notes.look, args=("there",))
+    asking.start()
+    assert connecting.wait(20)
+    assert any(thread.is_alive() for thread in notes._threads)
     notes.close()
+    asking.join()
     assert not any(thread.is_alive() for thread in notes._threads)
     assert notes.look("there") is None

@@ -40,7 +40,10 @@ _open: weakref.WeakSet[Notes] = weakref.WeakSet()
 @atexit.register
 def _close_all() -> None:
     """Close all notes: a thread that comes back from a store's code while the interpreter ends would abort it."""
-    for notes in list(_open):
+    there = list(_open)
+    for notes in there:
+        notes.close(wait=False)
+    for notes in there:
         notes.close()
 
 
@@ -71,7 +74,7 @@ class Notes:
         self._store_is: str | None = None
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
-        self._is_closed = False
+        self._is_closed, self._until = False, 0.0
         self._begin(lambda: store)
         _open.add(self)
 
@@ -82,20 +85,24 @@ class Notes:
         self._threads = [*filter(threading.Thread.is_alive, self._threads), thread]
         thread.start()
 
-    def close(self) -> None:
-        """Ask nothing any more, and wait for what has been asked, but hardly longer than for an answer."""
-        until = time.monotonic() + self._within_s + 1  # a connection that is just being made takes as long as that
+    def close(self, *, wait: bool = True) -> None:
+        """Ask nothing any more, and wait for what is being asked, but hardly longer than for an answer."""
         with self._lock:
-            self._is_closed = True
-            self._asked.put(None)
-            threads = list(self._threads)
+            if not self._is_closed:
+                self._is_closed = True
+                self._until = time.monotonic() + self._within_s + 1  # as long as it takes to make a connection
+                self._asked.put(None)
+            threads = list(self._threads) if wait else []
         for thread in threads:
-            thread.join(max(0.0, until - time.monotonic()))
+            thread.join(max(0.0, self._until - time.monotonic()))
 
     def _answer(self, connect: Callable[[], KeyValueStore], asked: queue.SimpleQueue[_Asked | None]) -> None:
         store = None
         while (found := asked.get()) is not None:
             future, call = found
+            if self._is_closed:
+                future.set_result(None)
+                continue
             try:
                 if store is None:
                     store = self._known(connect())

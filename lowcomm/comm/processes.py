@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import fcntl
+import math
 import os
 import queue
 import socket
@@ -104,9 +105,11 @@ def _of_this_start(store: dist.Store, rank: int, size: int, timeout_s: float) ->
     def read(key: str) -> str:
         return store.get(key).decode() if store.check([key]) else ""
 
+    said = -math.inf
     while time.monotonic() < until:
-        if read(f"start/{rank}") != me:  # also where an earlier start's word came late
+        if time.monotonic() > said + 1 and read(f"start/{rank}") != me:  # also where an earlier start's word came late
             store.set(f"start/{rank}", me)
+            said = time.monotonic()
         if rank == 0:
             call = " ".join(read(f"start/{r}") or "-" for r in range(size))
             if call != read("start/call"):
@@ -120,8 +123,9 @@ def _of_this_start(store: dist.Store, rank: int, size: int, timeout_s: float) ->
         time.sleep(_LOOK_S)
     call = read("start/call")
     if call.split()[rank : rank + 1] != [me]:
-        raise CommError(f"rank {rank} has waited for rank 0 to start for {timeout_s:g} s")
-    there = [r for r, name in enumerate(call.split()) if name != "-" and read(f"start/answer/{name}") == call]
+        raise CommError(f"rank {rank} has waited for rank 0, which has not started in {timeout_s:g} s")
+    answered = [r for r, name in enumerate(call.split()) if name != "-" and read(f"start/answer/{name}") == call]
+    there = sorted({0, *answered})
     raise CommError(f"of {size} ranks only {there} have started in {timeout_s:g} s")
 
 

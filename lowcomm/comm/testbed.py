@@ -44,12 +44,15 @@ from lowcomm.settings import ConfigError
 #: What a link's queue holds, in seconds of its rate; and the packets' size.
 QUEUE_S, MTU = 0.1, 1500
 #: Bits per second that stand for a rate without a limit, where a bucket must have one.
-_FASTEST = 40e9
+_FASTEST = 10e9
 _NETWORK = ipaddress.ip_network("10.77.0.0/24")
 
 
-def missing(*, latency: bool = False) -> str:
-    """Say what this machine lacks for a testbed, with a `latency` or without; return "" where it lacks nothing."""
+def missing(*, latency: bool = False, pairs: bool = False) -> str:
+    """Say what this machine lacks for a testbed; return "" where it lacks nothing.
+
+    latency: for one with a latency, or packets that are lost. pairs: for one where pairs of nodes have their own rates.
+    """
     if sys.platform != "linux":
         return "network namespaces are Linux's"
     if absent := [tool for tool in ("ip", "tc") if shutil.which(tool) is None]:
@@ -60,6 +63,9 @@ def missing(*, latency: bool = False) -> str:
         return "no network namespace can be made here, root or not"
     if not _accepts(*_bucket("lo", 1e6)):
         return "the kernel has no token bucket (sch_tbf)"
+    by_source = "tc filter add dev lo parent 2: protocol ip u32 match ip src 10.0.0.1/32 flowid 2:1"
+    if pairs and not _accepts("sh", "-c", f"tc qdisc add dev lo root handle 2: htb && {by_source}"):
+        return "the kernel cannot shape packets by their source (sch_htb, cls_u32)"
     return (
         "" if not latency or has_netem() or os.path.exists("/dev/net/tun") else "the kernel has neither netem nor TUN"
     )
@@ -164,6 +170,7 @@ class Testbed:
         self.nodes, self.latency_ms, self.loss_percent, self.congestion = nodes, latency_ms, loss_percent, congestion
         self.rates = [Rates(mbit_per_s, mbit_per_s)] * nodes
         self._pairs: list[dict[int, float]] = [{} for _ in range(nodes)]  # to a node: from another -> Mbit/s
+        self._filtered: set[tuple[int, int]] = set()  # the pairs whose packets the kernel tells apart
         self.names = [f"lowcomm-{os.getpid()}-{i}" for i in range(nodes)]
         self._switch = f"lowcomm-{os.getpid()}-switch"
         self._in_user_space = self._is_delayed and not has_netem()
@@ -240,46 +247,62 @@ class Testbed:
         for rate in (rates.up, rates.down):
             if not rate > 0:
                 raise ConfigError(f"a link of {rate:g} Mbit/s: it must be above 0 (`cut` takes a link down)")
-        pairs = {source: rate * 1e6 for source, rate in self._pairs[node].items()}
         if self._forwarder is not None:
+            pairs = {source: rate * 1e6 for source, rate in self._pairs[node].items()}
             self._forwarder.stdin.write(json.dumps([node, rates.up * 1e6, rates.down * 1e6, pairs]) + "\n")
             self._forwarder.stdin.flush()
             return
-        for where, device, rate in ((self.names[node], "eth0", rates.up), (self._switch, self._port(node), rates.down)):
+        down = rates.down if not self._pairs[node] else min(rates.down, _FASTEST / 1e6)  # a bucket, in which others are
+        for where, device, rate in ((self.names[node], "eth0", rates.up), (self._switch, self._port(node), down)):
             _run(*_inside(where), *_bucket(device, rate * 1e6))
         if self._is_delayed:  # below the bucket of what the node sends
             delay = ["netem", "delay", f"{self.latency_ms}ms", "loss", f"{self.loss_percent}%", "limit", "100000"]
             inside = _inside(self.names[node])
             parent = ["parent", "1:1"] if math.isfinite(rates.up) else ["root"]
             _run(*inside, "tc", "qdisc", "replace", "dev", "eth0", *parent, "handle", "10:", *delay)
-        if pairs:
-            self._shape_pairs(node, pairs)
+        if self._pairs[node]:
+            self._class(node, "fff", math.inf)  # of all others
+        for source in self._pairs[node]:
+            self._shape_pair(source, node)
 
     def shape_pair(self, source: int, to: int, mbit_per_s: float) -> None:
         """Give what one node sends to another a rate of its own from now on, beside those of their links.
 
-        Raises ConfigError for a rate that is not above 0, and where the kernel cannot tell packets apart (sch_htb,
-        cls_u32). With infinity only the links' rates hold.
+        Raises ConfigError for a node that is none, for a rate that is not above 0, and where the kernel cannot tell
+        packets apart (`missing`). With infinity only the links' rates hold.
         """
         if not mbit_per_s > 0:
             raise ConfigError(f"{mbit_per_s:g} Mbit/s from node {source} to {to}: a rate must be above 0")
+        if source == to or not {source, to} <= set(range(self.nodes)):
+            raise ConfigError(f"a rate from node {source} to {to}: nodes are two of 0 to {self.nodes - 1}")
+        if self._forwarder is None and not self._pairs[to]:
+            if why := missing(pairs=True):
+                raise ConfigError(f"no rates of pairs here: {why}")
+            _run(*_inside(self._switch), *_bucket(self._port(to), min(self.rates[to].down * 1e6, _FASTEST)))
+            self._below(to, "qdisc", "add", "parent", "1:1", "handle", "2:", "htb", "default", "fff")
         self._pairs[to][source] = mbit_per_s
         self._shape(to)
 
-    def _shape_pairs(self, to: int, pairs: Mapping[int, float]) -> None:
-        """Below the bucket of what a node receives, have one for each source that has a rate, in bits/s."""
-        inside, device = _inside(self._switch), ["dev", self._port(to)]
-        root = _bucket(self._port(to), min(self.rates[to].down * 1e6, _FASTEST))
-        _run(*inside, *root)
-        subprocess.run([*inside, "tc", "qdisc", "del", *device, "parent", "1:1"], capture_output=True)
-        _run(*inside, "tc", "qdisc", "add", *device, "parent", "1:1", "handle", "2:", "htb")
-        for source, bits_per_s in pairs.items():
-            rate, class_ = min(bits_per_s, _FASTEST), f"2:{source + 1:x}"
-            queue = max(2 * MTU, int(rate / 8 * QUEUE_S))
-            _run(*inside, "tc", "class", "add", *device, "parent", "2:", "classid", class_, "htb", *_rate(rate))
-            _run(*inside, "tc", "qdisc", "add", *device, "parent", class_, "bfifo", "limit", str(queue))
-            match = ["u32", "match", "ip", "src", f"{self.address(source)}/32", "flowid", class_]
-            _run(*inside, "tc", "filter", "add", *device, "parent", "2:", "protocol", "ip", *match)
+    def _shape_pair(self, source: int, to: int) -> None:
+        """Have a bucket for what comes from one node, below that of all that another receives."""
+        is_new = (source, to) not in self._filtered
+        self._class(to, f"{source + 1:x}", self._pairs[to][source])
+        if is_new:
+            match = ["u32", "match", "ip", "src", f"{self.address(source)}/32", "flowid", f"2:{source + 1:x}"]
+            self._below(to, "filter", "add", "parent", "2:", "protocol", "ip", *match)
+            self._filtered.add((source, to))
+
+    def _class(self, to: int, name: str, mbit_per_s: float) -> None:
+        """Give a class of what a node receives its rate, and a queue of as long as links have."""
+        rate = min(mbit_per_s * 1e6, _FASTEST)
+        queue = max(2 * MTU, int(min(rate, self.rates[to].down * 1e6, 1e9) / 8 * QUEUE_S))
+        bucket = ["htb", *_rate(rate), "cburst", _rate(rate)[-1], "quantum", str(MTU + 14)]
+        self._below(to, "class", "replace", "parent", "2:", "classid", f"2:{name}", *bucket)
+        handle = ["handle", f"{int(name, 16) + 0x100:x}:"]
+        self._below(to, "qdisc", "replace", "parent", f"2:{name}", *handle, "bfifo", "limit", str(queue))
+
+    def _below(self, to: int, what: str, how: str, *words: str) -> None:
+        _run(*_inside(self._switch), "tc", what, how, "dev", self._port(to), *words)
 
     def cut(self, node: int) -> None:
         """Take a node's link down."""
@@ -361,9 +384,12 @@ class _Forwarder:
         bits = 8 * len(packet)
         left = max(now, self._left[node]) + bits / self.up[node]
         crossed = max(left, self._crossed.get((node, to), 0.0) + bits / self.pairs[to].get(str(node), math.inf))
-        if left - now > QUEUE_S or crossed - left > QUEUE_S:
+        if left - now > QUEUE_S:
             return
-        self._left[node], self._crossed[node, to] = left, crossed
+        self._left[node] = left
+        if crossed - left > QUEUE_S:
+            return
+        self._crossed[node, to] = crossed
         if self._draw.random() >= self.lost:
             heapq.heappush(self._flying, (crossed + self.latency_s, next(self._order), to, packet, False))
 

@@ -12,6 +12,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,8 +97,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def checkpoint_folders(folder: Path) -> list[Path]:
     """Return the folders of checkpoints in one: whole, half written (`.partial`), half removed (`.gone`)."""
-    there = folder.glob("step-" + "[0-9]" * 8 + "*")
-    return sorted(path for path in there if path.suffix in ("", ".partial", ".gone") and path.is_dir())
+    there = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}(\.partial|\.gone)?", path.name)]
+    return sorted((path for path in there if path.is_dir()), key=lambda path: int(path.stem[5:]))
 
 
 def remove_checkpoint(path: Path) -> None:
@@ -233,7 +234,7 @@ class RunFolder:
     def clear(self) -> None:
         """Remove the files that a run has left here, and folders in which nothing else is.
 
-        Links to folders stay, and so does what they lead to.
+        A checkpoint that is a link to another folder stays, and so does what is there.
         """
         for path in checkpoint_folders(self.checkpoints):
             remove_checkpoint(path)

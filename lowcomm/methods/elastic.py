@@ -318,8 +318,8 @@ class ElasticUpdates(Engine):
 
     @property
     def rounds_done(self) -> int:
-        """How many rounds of the run are committed, as far as this replica has read."""
-        return len(self.elastic.roll.rounds)
+        """How many rounds of the run the parameters last agreed contain, as far as this replica has applied them."""
+        return self._next - (self._under_way is not None)
 
     def data_step(self, step: int, tokens: int) -> int:
         """Return the step whose batch of its slot comes next, which is another one than the run's after an absence."""
@@ -373,9 +373,11 @@ class ElasticUpdates(Engine):
     def close(self) -> None:
         """Leave: nobody waits for this replica, and nothing can be had of it any more."""
         self.elastic.stop()
-        self._end_watch()
-        self._pool.shutdown()
-        self.elastic.close()
+        try:
+            self._end_watch()
+        finally:
+            self._pool.shutdown()
+            self.elastic.close()
 
     def evaluated(self, which: Evaluated = "agreed") -> AbstractContextManager[None]:
         """Inside, the model holds the parameters last agreed, as of the rounds that this replica has applied.
