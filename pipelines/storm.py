@@ -409,6 +409,7 @@ def figures(calm: dict[str, Any], storm: dict[str, Any]) -> dict[str, float]:
     """Set a storm beside the calm: shares are of 1, times in seconds."""
     hours, kills = storm["rounds"][-1]["at"] / 3600, returns(storm, "kill")
     loss, loss_in_calm = (statistics.mean(seen["val_loss"]) for seen in (storm, calm))
+    tokens = min(seen["tokens"] for seen in (storm, calm))
     return {
         "minutes": 60 * hours,
         "faults_per_hour": len(storm["faults"]) / hours,
@@ -420,7 +421,7 @@ def figures(calm: dict[str, Any], storm: dict[str, Any]) -> dict[str, float]:
         "back_s": statistics.median(kills) if kills else float("nan"),
         "tokens_lost": storm["tokens_lost"] / (storm["tokens"] + storm["tokens_lost"]),
         "loss": loss / loss_in_calm,
-        "loss_at_equal_tokens": loss / loss_at(calm, storm["tokens"]),
+        "loss_at_equal_tokens": loss_at(storm, tokens) / loss_at(calm, tokens),
         "tokens": storm["tokens"] / calm["tokens"],
     }
 
