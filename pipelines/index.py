@@ -205,7 +205,25 @@ def headline() -> str:
         )
     if told := ladder_headline():
         parts += ["", "![Loss over data-parallel training's against size](results/ladder/gaps.png)", "", told]
+    if told := faults_headline():
+        parts += ["", told]
     return "\n".join([*parts, "", END_HEADLINE])
+
+
+def faults_headline() -> str:
+    """Say what a storm of faults and three kills cost; "" where they have not been measured."""
+    folder = ROOT / "results" / "laptop" / "real_faults"
+    files = [folder / "measured" / f"{name}.csv" for name in ("table1_storm", "table3_kills")]
+    if not all(file.exists() for file in files):
+        return ""
+    storm = pd.read_csv(files[0]).set_index("what").ours
+    kills, kept = pd.read_csv(files[1]).set_index("method").ratio, storm["throughput, % of the calm's"]
+    return (
+        f"{storm['replicas']:.0f} replicas on two cores, of which {storm['faults per hour']:.0f} per hour were killed,"
+        f" stopped or cut off, kept {kept:.1f} % of an undisturbed run's throughput."
+        f" Three kills on the way to a loss lengthen it {kills['data_parallel']:.2f} times with data-parallel training,"
+        f" {kills['diloco']:.2f} times with DiLoCo ([real faults]({folder.relative_to(ROOT)}/README.md))."
+    )
 
 
 #: Rows of the ladder that the README tells of.
