@@ -149,8 +149,8 @@ def workers(method: str, steps: int, data: Path, out: Path, settings: Mapping[st
 class Curve:
     """Validation losses as they are written down, each with when it was seen."""
 
-    def __init__(self, out: Path):
-        self._out, self.begin, self.last = out, time.monotonic(), 0
+    def __init__(self, out: Path, every: int):
+        self._out, self._every, self.begin, self.last = out, every, time.monotonic(), 0
         self._tails: dict[Path, Tail] = {}
         self._seen: dict[tuple[Path, int], tuple[float, float]] = {}
 
@@ -165,10 +165,13 @@ class Curve:
         return self.last
 
     def points(self) -> list[list[float]]:
-        """Return [step, seconds, loss]: of several replicas' losses the mean, when the last of them was there."""
+        """Return [step, seconds, loss]: of several replicas' losses the mean, when the last of them was there.
+
+        Replicas evaluate at the first of their steps from a multiple of `train.eval_every` on; that is the step here.
+        """
         steps: dict[int, list[tuple[float, float]]] = {}
         for (_, step), found in self._seen.items():
-            steps.setdefault(step, []).append(found)
+            steps.setdefault(step - step % self._every, []).append(found)
         return [[s, max(at for at, _ in v), statistics.mean(x for _, x in v)] for s, v in sorted(steps.items())]
 
 
@@ -178,7 +181,7 @@ def train(
     """Train a method to its end while workers are killed; seconds count from its first step."""
     work.mkdir()
     with workers(method, steps, data, work / "run", settings) as some:
-        curve = Curve(work / "run")
+        curve = Curve(work / "run", settings["train.eval_every"])
         while not curve.look():
             some.check()
             time.sleep(0.1)

@@ -104,9 +104,9 @@ def test_the_time_to_a_loss_is_when_all_have_told(tmp_path: Path) -> None:
     for slot, losses in enumerate([[3.0, 2.0], [3.2, 2.4]]):
         file = tmp_path / f"slot-{slot}" / "metrics" / "rank-000.jsonl"
         file.parent.mkdir(parents=True)
-        rows = [f'{{"step": {step}, "val_loss": {loss}}}\n' for step, loss in zip((10, 20), losses, strict=True)]
+        rows = [f'{{"step": {step}, "val_loss": {loss}}}\n' for step, loss in zip((10 + slot, 20), losses, strict=True)]
         file.write_text("".join(rows) + '{"step": 21, "lo')
-    curve = kills.Curve(tmp_path)
+    curve = kills.Curve(tmp_path, 10)
     assert curve.look() == 20
     found = curve.points()
     assert [(step, loss) for step, _, loss in found] == [(10, 3.1), (20, pytest.approx(2.2))]

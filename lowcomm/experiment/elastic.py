@@ -111,6 +111,14 @@ def _check(config: RunConfig, slot: int) -> None:
             raise ConfigError(f"{key} asks for what other replicas have, who may be gone where runs are elastic")
 
 
+def is_due(every: int, before: int, step: int) -> bool:
+    """Tell whether what is done every so many steps (0: never) is due after a step, where the last was `before`.
+
+    A slow replica's steps skip some, so that is where they pass a multiple, and where they go back behind one.
+    """
+    return bool(every) and step // every != before // every
+
+
 def _train(
     trainer: Trainer, folder: RunFolder, run: dict[str, Any], claim: Claim | None, on_row: OnRow | None
 ) -> dict[str, Any]:
@@ -132,18 +140,20 @@ def _train(
     metrics, clock = Metrics(folder.metrics(own.rank), None), Metrics(folder.clock(own.rank), None)
     stop = StopAgreement(own, config.comm.timeout_s)
     own.clock.start(0.0)
-    saved, taken = engine.steps_done, 0
+    step = saved = engine.steps_done
+    taken = 0
     try:
         while engine.is_training and not stop.before(taken + 1):
-            step, taken = engine.steps_done + 1, taken + 1
+            before, step, taken = step, engine.steps_done + 1, taken + 1
             row = trainer.step(step)
-            if step < t.steps and engine.is_spokesman:  # at the end each evaluates, for its summary
-                row |= trainer.evaluations(step)
+            # At the end each evaluates, for its summary.
+            if step < t.steps and engine.is_spokesman and is_due(t.eval_every, before, step):
+                row |= trainer.evaluations(step, is_due=True)
             metrics.add(row | {"tokens": engine.tokens_read, "rounds": engine.rounds_done})
             clock.add({"step": step, "seconds": own.clock.elapsed()})
             if on_row is not None:
                 on_row(trainer, row)
-            if step % t.log_every == 0:
+            if is_due(t.log_every, before, step):
                 metrics.write()
                 clock.write()
             every = config.checkpoint.every_steps

@@ -256,10 +256,13 @@ class Trainer:
         t = self.config.train
         return step == t.steps or bool(t.eval_every and step % t.eval_every == 0)
 
-    def evaluations(self, step: int) -> dict[str, float]:
-        """Evaluate the model after `step`, if that is due, and return what is to be logged."""
+    def evaluations(self, step: int, *, is_due: bool | None = None) -> dict[str, float]:
+        """Evaluate the model after `step`, if that is due, and return what is to be logged.
+
+        is_due: by default whether `train.eval_every` divides the step.
+        """
         t, found = self.config.train, {}
-        if not self._is_evaluated(step):
+        if not (self._is_evaluated(step) if is_due is None else is_due):
             return found
         together = step == t.steps or self.engine.one_model
         if (loss := self.evaluate(together=together)) is not None:
