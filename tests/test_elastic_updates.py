@@ -283,6 +283,8 @@ def test_one_that_has_missed_a_round_comes_to_where_the_others_are(offload: bool
             while not any(len(r.slots) == 2 for r in sync.elastic.roll.rounds):
                 sync.elastic.read()
                 time.sleep(0.02)
+            while not sync.missed:  # and from then on it is awaited again
+                trained(net, sync, until=sync.steps_done + 1)
             back.set()
         trained(net, sync, wait=back)
         return sync
