@@ -306,7 +306,7 @@ def test_a_machine_that_dies_and_is_started_anew_joins_again(corpus: Path, tmp_p
 @pytest.mark.longest
 def test_a_run_over_real_links_has_the_losses_of_one_over_a_free_one(tmp_path: Path) -> None:
     data = links.corpus(tmp_path / "data")
-    point = links.point("overlapped", "200", data, times=1)
+    point = links.point("streaming", "200", data, times=1)  # whose exchanges are waited for, busy machine or not
     assert point["losses_equal"]
     assert point["counted_steps"] == 36
     least, most = links.framed_bytes(point)
