@@ -219,9 +219,9 @@ def faults_headline() -> str:
     storm = pd.read_csv(files[0]).set_index("what").ours
     kills, kept = pd.read_csv(files[1]).set_index("method").ratio, storm["throughput, % of the calm's"]
     return (
-        f"{storm['replicas']:.0f} replicas on two cores, of which {storm['faults per hour']:.0f} per hour were killed,"
-        f" stopped or cut off, kept {kept:.1f} % of an undisturbed run's throughput."
-        f" Three kills on the way to a loss lengthen it {kills['data_parallel']:.2f} times with data-parallel training,"
+        f"{storm['faults per hour']:.0f} kills, stops and cut links per hour cost {storm['replicas']:.0f} replicas on"
+        f" two cores {100 - kept:.1f} % of an undisturbed run's throughput. Three kills on the way to a loss lengthen"
+        f" it {kills['data_parallel']:.2f} times with data-parallel training,"
         f" {kills['diloco']:.2f} times with DiLoCo ([real faults]({folder.relative_to(ROOT)}/README.md))."
     )
 
