@@ -170,7 +170,6 @@ class Testbed:
         self.nodes, self.latency_ms, self.loss_percent, self.congestion = nodes, latency_ms, loss_percent, congestion
         self.rates = [Rates(mbit_per_s, mbit_per_s)] * nodes
         self._pairs: list[dict[int, float]] = [{} for _ in range(nodes)]  # to a node: from another -> Mbit/s
-        self._filtered: set[tuple[int, int]] = set()  # the pairs whose packets the kernel tells apart
         self.names = [f"lowcomm-{os.getpid()}-{i}" for i in range(nodes)]
         self._switch = f"lowcomm-{os.getpid()}-switch"
         self._in_user_space = self._is_delayed and not has_netem()
@@ -262,8 +261,8 @@ class Testbed:
             _run(*inside, "tc", "qdisc", "replace", "dev", "eth0", *parent, "handle", "10:", *delay)
         if self._pairs[node]:
             self._class(node, "fff", math.inf)  # of all others
-        for source in self._pairs[node]:
-            self._shape_pair(source, node)
+        for source, rate in self._pairs[node].items():
+            self._class(node, f"{source + 1:x}", rate)
 
     def shape_pair(self, source: int, to: int, mbit_per_s: float) -> None:
         """Give what one node sends to another a rate of its own from now on, beside those of their links.
@@ -280,20 +279,15 @@ class Testbed:
                 raise ConfigError(f"no rates of pairs here: {why}")
             _run(*_inside(self._switch), *_bucket(self._port(to), min(self.rates[to].down * 1e6, _FASTEST)))
             self._below(to, "qdisc", "add", "parent", "1:1", "handle", "2:", "htb", "default", "fff")
+        is_new = source not in self._pairs[to]
         self._pairs[to][source] = mbit_per_s
         self._shape(to)
-
-    def _shape_pair(self, source: int, to: int) -> None:
-        """Have a bucket for what comes from one node, below that of all that another receives."""
-        is_new = (source, to) not in self._filtered
-        self._class(to, f"{source + 1:x}", self._pairs[to][source])
-        if is_new:
+        if self._forwarder is None and is_new:
             match = ["u32", "match", "ip", "src", f"{self.address(source)}/32", "flowid", f"2:{source + 1:x}"]
             self._below(to, "filter", "add", "parent", "2:", "protocol", "ip", *match)
-            self._filtered.add((source, to))
 
     def _class(self, to: int, name: str, mbit_per_s: float) -> None:
-        """Give a class of what a node receives its rate, and a queue of as long as links have."""
+        """Give a class of what a node receives its rate, below that of the whole, and a queue as long as a link's."""
         rate = min(mbit_per_s * 1e6, _FASTEST)
         queue = max(2 * MTU, int(min(rate, self.rates[to].down * 1e6, 1e9) / 8 * QUEUE_S))
         bucket = ["htb", *_rate(rate), "cburst", _rate(rate)[-1], "quantum", str(MTU + 14)]
