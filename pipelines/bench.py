@@ -314,11 +314,11 @@ def exchange_ranks(sizes: Sizes, world: World) -> None:
 
 def elastic_rounds(sizes: Sizes, world: World) -> None:
     """Under torchrun: print a JSON line with the ratios of item 7, and whether the parameters are equal."""
-    config, steps = run_config("diloco_m2", scale=sizes.scale), sizes.block * sizes.blocks
+    config, rounds = run_config("diloco_m2", scale=sizes.scale), 2 * sizes.blocks
     hosted = elastic_store("127.0.0.1:0", hosts=True) if world.rank == 0 else None
     port = world.tell(hosted.port if hosted else 0)[0]
     fixed, other = (Decoder(config.model).initialise(0) for _ in range(2))
-    known = {"steps": steps, "sync_every_steps": sizes.block}
+    known = {"steps": sizes.block * rounds, "sync_every_steps": sizes.block}
     elastic = ElasticUpdates(
         other, elastic_store(f"127.0.0.1:{port}"), slot=world.rank, slots=world.size, rules=Rules(grace_s=30), **known
     )
@@ -327,7 +327,7 @@ def elastic_rounds(sizes: Sizes, world: World) -> None:
     optimizers = {name: inner_optimizer(dict(m.named_parameters()), config.train) for name, (m, _) in both.items()}
     draw = torch.Generator().manual_seed(world.rank)
     ratios = []
-    for number in range(sizes.blocks):
+    for number in range(rounds):
         shape = (sizes.block, config.local_batch, config.model.seq_len + 1)
         batches = torch.randint(0, config.model.vocab_size, shape, generator=draw)
         spent = {}

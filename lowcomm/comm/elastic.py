@@ -61,6 +61,8 @@ from lowcomm.settings import ConfigError
 _ENTRIES = {kind.__name__: kind for kind in (Join, Ready, Close, Done, Lost, Rollback)}
 #: Seconds between two looks at the log, and at what has arrived.
 _LOOK_S, _ARRIVED_S = 0.02, 0.5
+#: Where a look finds nothing new, the next waits twice as long, from this many seconds up to `_LOOK_S`.
+_FIRST_LOOK_S = 0.001
 _LONGEST_HEADER, _PIECE = 1 << 16, 1 << 20
 #: Entries of the log that are read at once by one who is new.
 _AT_ONCE = 64
@@ -676,7 +678,7 @@ class Elastic:
     def _drive(self, steps: Generator[Request, Any, Any]) -> Any:
         """Carry out requests. Raises CommError where nothing moves for `Rules.alone_s`, or this replica has left."""
         answer: Any = None
-        moved = time.monotonic(), self.roll.length
+        moved, pause_s = (time.monotonic(), self.roll.length), _FIRST_LOOK_S
         while True:
             try:
                 request = steps.send(answer)
@@ -685,7 +687,7 @@ class Elastic:
             if self._closed:
                 raise CommError(f"{self.member.who} has left")
             if self.roll.length != moved[1]:
-                moved = time.monotonic(), self.roll.length
+                moved, pause_s = (time.monotonic(), self.roll.length), _FIRST_LOOK_S
             if time.monotonic() - moved[0] > self.rules.alone_s:
                 raise CommError(self._why_alone())
             if isinstance(request, Exchange):
@@ -698,7 +700,8 @@ class Elastic:
                 answer = self._say(request.entry)
             else:
                 assert isinstance(request, Look)
-                time.sleep(_LOOK_S)
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LOOK_S)
                 answer = self.read()
 
     def _why_alone(self) -> str:
