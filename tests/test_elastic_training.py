@@ -23,9 +23,10 @@ from lowcomm.comm.notes import Notes
 from lowcomm.comm.start import run_threads
 from lowcomm.comm.world import World
 from lowcomm.experiment.config import RunConfig
-from lowcomm.experiment.elastic import is_due, train_elastic
+from lowcomm.experiment.elastic import train_elastic
 from lowcomm.experiment.run_folder import read_metrics
 from lowcomm.experiment.train import train_in_threads
+from lowcomm.experiment.trainer import is_due
 from pipelines.launch import torchrun_command
 from tests.conftest import command_line, small_run
 from tests.harness import clean_environment, in_threads

@@ -578,8 +578,9 @@ class Elastic:
             self.messenger.beat(stages, b"moves" if moves and not self._stages.leads else b"")
             if moves:  # also for those who stand by, and wait for it to end
                 others = {*attempt.members, *list(self.roll.holder.values())} - {self.member.who}
-                self.messenger.reach(list(map(self.name_of, others)))
-                self.messenger.beat(list(map(self.name_of, others)))
+                names = [self.name_of(who) for who in others]
+                self.messenger.reach(names)
+                self.messenger.beat(names)
 
     def _others(self, attempt: Exchange) -> list[str]:
         return [self.name_of(who) for who in attempt.members if who != self.member.who]

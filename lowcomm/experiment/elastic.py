@@ -32,7 +32,7 @@ from lowcomm.experiment.run_folder import Metrics, RunFolder
 from lowcomm.experiment.source import source_digest
 from lowcomm.experiment.stop import StopAgreement
 from lowcomm.experiment.train import OnRow, claimed, environment, put_back, started_with, write_results
-from lowcomm.experiment.trainer import Trainer
+from lowcomm.experiment.trainer import Trainer, is_due
 from lowcomm.methods.elastic import ElasticUpdates
 from lowcomm.settings import ConfigError
 
@@ -111,14 +111,6 @@ def _check(config: RunConfig, slot: int) -> None:
             raise ConfigError(f"{key} asks for what other replicas have, who may be gone where runs are elastic")
 
 
-def is_due(every: int, before: int, step: int) -> bool:
-    """Tell whether what is done every so many steps (0: never) is due after a step, where the last was `before`.
-
-    A slow replica's steps skip some, so that is where they pass a multiple, and where they go back behind one.
-    """
-    return bool(every) and step // every != before // every
-
-
 def _train(
     trainer: Trainer, folder: RunFolder, run: dict[str, Any], claim: Claim | None, on_row: OnRow | None
 ) -> dict[str, Any]:
@@ -145,10 +137,10 @@ def _train(
     try:
         while engine.is_training and not stop.before(taken + 1):
             before, step, taken = step, engine.steps_done + 1, taken + 1
-            row = trainer.step(step)
+            row = trainer.step(step, before=before)
             # At the end each evaluates, for its summary.
-            if step < t.steps and engine.is_spokesman and is_due(t.eval_every, before, step):
-                row |= trainer.evaluations(step, is_due=True)
+            if step < t.steps and engine.is_spokesman and trainer.is_evaluated(step, before):
+                row |= trainer.evaluations(step)
             metrics.add(row | {"tokens": engine.tokens_read, "rounds": engine.rounds_done})
             clock.add({"step": step, "seconds": own.clock.elapsed()})
             if on_row is not None:
@@ -156,8 +148,7 @@ def _train(
             if is_due(t.log_every, before, step):
                 metrics.write()
                 clock.write()
-            every = config.checkpoint.every_steps
-            if every and engine.is_training and not saved <= engine.steps_done < saved + every:
+            if engine.is_training and is_due(config.checkpoint.every_steps, saved, engine.steps_done):
                 saved = engine.steps_done
                 _save(trainer, checkpoints, metrics, run)
         if engine.is_training:

@@ -132,7 +132,8 @@ def _train(
         while step < t.steps and not stop.before(step + 1):
             step += 1
             row = trainer.step(step)
-            row |= trainer.evaluations(step)
+            if trainer.is_evaluated(step):
+                row |= trainer.evaluations(step)
             metrics.add(row)
             clock.add({"step": step, "seconds": world.clock.elapsed()})
             if on_row is not None:

@@ -62,6 +62,14 @@ def inner_optimizer(
     return torch.optim.AdamW(groups, lr=t.lr, betas=(t.beta1, t.beta2), eps=t.eps, fused=fused)
 
 
+def is_due(every: int, before: int, step: int) -> bool:
+    """Tell whether what is done every so many steps (0: never) is due after a step, where the last was `before`.
+
+    A slow replica's steps skip some, so that is where they pass a multiple, and where they go back behind one.
+    """
+    return bool(every) and step // every != before // every
+
+
 def initial_model(config: RunConfig) -> Decoder:
     """The whole model as training begins: drawn from the seed, or with the weights of a Hugging Face folder.
 
@@ -156,9 +164,13 @@ class Trainer:
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.config.train.precision == "bf16")
 
-    def step(self, step: int) -> dict[str, Any]:
-        """One inner step, and whatever exchange the engine does after it. Returns a metrics row."""
+    def step(self, step: int, *, before: int | None = None) -> dict[str, Any]:
+        """One inner step, and whatever exchange the engine does after it. Returns a metrics row.
+
+        before: the step taken last; by default the one before this.
+        """
         t, world = self.config.train, self.world
+        is_ranked = t.record_ranks and self.is_evaluated(step, before)
         world.step = step
         lr = learning_rate(step, t)
         for group in self.optimizer.param_groups:
@@ -170,7 +182,7 @@ class Trainer:
         self.subspace.project_gradients()
         norm = self._clip()
         ranks = {}
-        if t.record_ranks and self._is_evaluated(step):
+        if is_ranked:
             grads = {n: p.grad for n, p in self.trained.items() if p.grad is not None}
             ranks = stable_ranks(grads, "gradient_stable_rank")
         self.optimizer.step()
@@ -180,7 +192,7 @@ class Trainer:
         logged |= (
             self.engine.finish() if step == t.steps else self.subspace.update(step, self.optimizer, self.engine.map)
         )
-        if t.record_ranks and self._is_evaluated(step):
+        if is_ranked:
             ranks |= stable_ranks(dict(self.model.named_parameters()), "stable_rank")
         row = {"step": step, "lr": lr, "grad_norm": norm} | logged | ranks
         if entropies:  # at the last stage
@@ -252,18 +264,14 @@ class Trainer:
         loss_sum, count = total.tolist()
         return loss_sum / count if count else None
 
-    def _is_evaluated(self, step: int) -> bool:
+    def is_evaluated(self, step: int, before: int | None = None) -> bool:
+        """Tell whether the model is to be evaluated after a step, as `train.eval_every` says; `before` as of `step`."""
         t = self.config.train
-        return step == t.steps or bool(t.eval_every and step % t.eval_every == 0)
+        return step == t.steps or is_due(t.eval_every, step - 1 if before is None else before, step)
 
-    def evaluations(self, step: int, *, is_due: bool | None = None) -> dict[str, float]:
-        """Evaluate the model after `step`, if that is due, and return what is to be logged.
-
-        is_due: by default whether `train.eval_every` divides the step.
-        """
+    def evaluations(self, step: int) -> dict[str, float]:
+        """Evaluate the model after a step, and return what is to be logged."""
         t, found = self.config.train, {}
-        if not (self._is_evaluated(step) if is_due is None else is_due):
-            return found
         together = step == t.steps or self.engine.one_model
         if (loss := self.evaluate(together=together)) is not None:
             found["val_loss"] = loss
