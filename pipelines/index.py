@@ -219,8 +219,8 @@ def faults_headline() -> str:
     storm = pd.read_csv(files[0]).set_index("what").ours
     kills, kept = pd.read_csv(files[1]).set_index("method").ratio, storm["throughput, % of the calm's"]
     return (
-        f"{storm['faults per hour']:.0f} kills, stops and cut links per hour cost {storm['replicas']:.0f} replicas on"
-        f" two cores {100 - kept:.1f} % of an undisturbed run's throughput. Three kills on the way to a loss lengthen"
+        f"Under {storm['faults per hour']:.0f} kills, stops and cut links per hour {storm['replicas']:.0f} replicas on"
+        f" two cores keep {kept:.1f} % of an undisturbed run's throughput. Three kills on the way to a loss lengthen"
         f" it {kills['data_parallel']:.2f} times with data-parallel training,"
         f" {kills['diloco']:.2f} times with DiLoCo ([real faults]({folder.relative_to(ROOT)}/README.md))."
     )
