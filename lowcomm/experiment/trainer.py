@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,20 +16,50 @@ from torch import Tensor
 from lowcomm.choices import choose
 from lowcomm.comm.world import World
 from lowcomm.experiment.batches import TokenData, differences
-from lowcomm.experiment.config import RunConfig
-from lowcomm.experiment.inner import inner_optimizer, set_learning_rate
+from lowcomm.experiment.config import RunConfig, TrainConfig
 from lowcomm.methods.boundary import make_boundary
 from lowcomm.methods.elastic import ElasticUpdates
 from lowcomm.methods.engine import Engine, Evaluated, weight_spread
 from lowcomm.methods.partial import detach_others, pieces, train_slice
 from lowcomm.methods.pipeline import Pipeline, WholeModel
 from lowcomm.methods.routing import random_slice
-from lowcomm.methods.subspace import Subspace, Unconstrained
+from lowcomm.methods.subspace import RowAdamW, Subspace, Unconstrained
 from lowcomm.model.accounting import parameter_shapes
 from lowcomm.model.decoder import Decoder
 from lowcomm.model.huggingface import load_folder
 from lowcomm.model.spectrum import stable_ranks
 from lowcomm.settings import ConfigError
+
+
+def learning_rate(step: int, t: TrainConfig) -> float:
+    """The inner learning rate of step 1..steps: linear warm-up, then decay to final_lr_fraction of the peak."""
+    if step <= t.warmup_steps:
+        return t.lr * step / t.warmup_steps
+    if t.decay == "constant":
+        return t.lr
+    done = (step - t.warmup_steps) / max(1, t.steps - t.warmup_steps)
+    shape = 1 - done if t.decay == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+    return t.lr * (t.final_lr_fraction + (1 - t.final_lr_fraction) * shape)
+
+
+def inner_optimizer(
+    trained: dict[str, Tensor], t: TrainConfig, mean_dims: dict[str, int] | None = None
+) -> torch.optim.Optimizer:
+    """AdamW or SGD; weight decay on matrices alone. `mean_dims`: see `subspace.RowAdamW`, by the parameters' names."""
+    matrices: dict[int | None, list[Tensor]] = {None: []}
+    for name, p in trained.items():
+        if p.dim() >= 2:
+            matrices.setdefault((mean_dims or {}).get(name), []).append(p)
+    vectors = [p for p in trained.values() if p.dim() < 2]
+    groups = [{"params": matrices.pop(None), "weight_decay": t.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    if t.optimizer == "sgd":
+        groups[0]["params"] += itertools.chain(*matrices.values())
+        return torch.optim.SGD(groups, lr=t.lr)
+    if matrices:
+        groups += [{"params": some, "weight_decay": t.weight_decay, "mean_dim": d} for d, some in matrices.items()]
+        return RowAdamW(groups, lr=t.lr, betas=(t.beta1, t.beta2), eps=t.eps)
+    fused = not any(hasattr(p, "device_mesh") for p in trained.values())
+    return torch.optim.AdamW(groups, lr=t.lr, betas=(t.beta1, t.beta2), eps=t.eps, fused=fused)
 
 
 def is_due(every: int, before: int, step: int) -> bool:
@@ -141,7 +172,9 @@ class Trainer:
         t, world = self.config.train, self.world
         is_ranked = t.record_ranks and self.is_evaluated(step, before)
         world.step = step
-        lr = set_learning_rate(self.optimizer, step, t)
+        lr = learning_rate(step, t)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
         self._detach(step)
 
         entropies = self.passes.train(step, self._batches(step))
