@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from lowcomm.methods.elastic import ElasticUpdates
     from lowcomm.methods.engine import DataParallel
     from lowcomm.methods.local_updates import LocalUpdates
-    from lowcomm.methods.named import DiLoCo, FederatedAveraging, NoLoCo, StreamingDiLoCo
+    from lowcomm.methods.named import DeMo, DiLoCo, FederatedAveraging, GASLoC, NoLoCo, SparseLoCo, StreamingDiLoCo
     from lowcomm.methods.partial import slice_parameters
     from lowcomm.methods.plan import Plan
     from lowcomm.model.config import ModelConfig
@@ -52,16 +52,19 @@ _PUBLIC = {
     "CommError": "comm.transport",
     "ConfigError": "settings",
     "DataParallel": "methods.engine",
+    "DeMo": "methods.named",
     "Decoder": "model.decoder",
     "DiLoCo": "methods.named",
     "ElasticUpdates": "methods.elastic",
     "FederatedAveraging": "methods.named",
+    "GASLoC": "methods.named",
     "LocalUpdates": "methods.local_updates",
     "MethodConfig": "methods.config",
     "ModelConfig": "model.config",
     "NoLoCo": "methods.named",
     "Plan": "methods.plan",
     "Rules": "comm.membership",
+    "SparseLoCo": "methods.named",
     "StreamingDiLoCo": "methods.named",
     "World": "comm.world",
     "elastic_store": "comm.processes",
@@ -78,16 +81,19 @@ __all__ = [
     "CommError",
     "ConfigError",
     "DataParallel",
+    "DeMo",
     "Decoder",
     "DiLoCo",
     "ElasticUpdates",
     "FederatedAveraging",
+    "GASLoC",
     "LocalUpdates",
     "MethodConfig",
     "ModelConfig",
     "NoLoCo",
     "Plan",
     "Rules",
+    "SparseLoCo",
     "StreamingDiLoCo",
     "World",
     "elastic_store",

@@ -50,8 +50,9 @@ from lowcomm.comm.world import World
 from lowcomm.experiment.batches import TokenData
 from lowcomm.experiment.config import TrainConfig
 from lowcomm.experiment.data import prepare
+from lowcomm.experiment.inner import inner_optimizer
 from lowcomm.experiment.train import train_in_threads
-from lowcomm.experiment.trainer import Trainer, inner_optimizer
+from lowcomm.experiment.trainer import Trainer
 from lowcomm.methods.boundary import make_boundary
 from lowcomm.methods.config import BoundaryConfig
 from lowcomm.methods.elastic import ElasticUpdates

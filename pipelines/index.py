@@ -31,6 +31,7 @@ TITLES = {
     "partial_updates": "Partial Parameter Updates (arXiv:2509.22418)",
     "protocol_models": "Protocol Models (arXiv:2506.01260)",
     "together": "All four papers together",
+    "frontier": "The field since then: loss against bytes and time",
     "real_links": "Real links: measured beside replayed and simulated",
     "real_faults": "Real faults: kills, stops, cut links",
 }
@@ -154,6 +155,7 @@ FAMILIES = {
     "partial": "Partial Parameter Updates",
     "protocol": "Protocol Models",
     "together": "all four together",
+    "frontier": "the field since then, of the ladder's points",
     "real": "real links and faults, of what was measured",
 }
 

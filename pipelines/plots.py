@@ -9,7 +9,7 @@ import matplotlib.pyplot as plt
 import seaborn as sns
 from matplotlib.figure import Figure
 
-#: One colour a method, in all figures (Okabe and Ito's palette).
+#: One colour a method, in all figures (Okabe and Ito's palette, and others for what has come since).
 COLOURS = {
     "data_parallel": "#000000",
     "fsdp": "#999999",
@@ -20,6 +20,11 @@ COLOURS = {
     "subspace": "#E69F00",
     "averaging": "#56B4E9",
     "together": "#7B3294",
+    "muon": "#666666",
+    "muloco": "#8C564B",
+    "sparse": "#17BECF",
+    "demo": "#BCBD22",
+    "gasloc": "#E7298A",
 }
 #: One line style a replica count, where a figure shows several.
 DASHES = {1: (0, (1, 1)), 2: "-", 4: "--", 8: ":"}

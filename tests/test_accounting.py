@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lowcomm.comm.shares import mean_bytes, shares
 from lowcomm.experiment.config import TrainConfig
-from lowcomm.experiment.trainer import inner_optimizer
+from lowcomm.experiment.inner import inner_optimizer
 from lowcomm.methods.config import MethodConfig
 from lowcomm.methods.local_updates import LocalUpdates
 from lowcomm.methods.plan import Plan
@@ -42,7 +42,7 @@ def test_flops_are_what_torch_counts(change: dict) -> None:
 @pytest.mark.parametrize(
     ("outer", "buffers", "offload"), [("average", 1, False), ("nesterov", 2, False), ("nesterov", 2, True)]
 )
-@pytest.mark.parametrize("inner", ["adamw", "sgd"])
+@pytest.mark.parametrize("inner", ["adamw", "sgd", "muon"])
 def test_memory_is_what_is_allocated(outer: str, buffers: int, offload: bool, inner: str) -> None:
     from lowcomm.comm.start import run_threads
 
@@ -50,7 +50,7 @@ def test_memory_is_what_is_allocated(outer: str, buffers: int, offload: bool, in
     method = MethodConfig(
         "parameters", sync_every_steps=6, outer=outer, offload_outer=offload, overlap_steps=(1,), **fragments
     )
-    train = dataclasses.replace(TRAIN, optimizer=inner, steps=12)
+    train = dataclasses.replace(TRAIN, optimizer=inner, muon_lr=0.02 if inner == "muon" else 0.0, steps=12)
 
     def work(world) -> tuple[int, ...]:
         model = Decoder(SMALL).initialise(0)
@@ -78,12 +78,16 @@ def test_memory_is_what_is_allocated(outer: str, buffers: int, offload: bool, in
         return *sizes, max(resident), resident[0]
 
     (found,) = run_threads(work, replicas=1)
-    numel = sum(p.numel() for p in Decoder(SMALL).parameters())
+    named = dict(Decoder(SMALL).named_parameters())
+    numel = sum(p.numel() for p in named.values())
+    inside = sum(p.numel() for name, p in named.items() if name.startswith("blocks.") and p.dim() == 2)
+    matrices = inside if inner == "muon" else 0
     largest = max(
         SMALL.dim * SMALL.vocab_size * 2 + SMALL.dim,
         (numel - 2 * SMALL.dim * SMALL.vocab_size - SMALL.dim) // SMALL.layers,
     )
-    expected = memory(numel, inner=inner, outer_buffers=buffers, fetched=buffers * largest if offload else None)
+    fetched = buffers * largest if offload else None
+    expected = memory(numel, inner=inner, outer_buffers=buffers, fetched=fetched, matrices=matrices)
     assert found[:4] == (expected.weights, expected.gradients, expected.optimizer, expected.outer)
     assert found[4] == expected.outer_on_device
     assert found[5] == (0 if offload else expected.outer)  # between turns nothing is held

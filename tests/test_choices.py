@@ -11,9 +11,11 @@ import pytest
 
 from lowcomm.choices import Choice, check_settings, choose, options
 from lowcomm.codecs import Codec
+from lowcomm.methods.bases import Basis
 from lowcomm.methods.boundary import Boundary
 from lowcomm.methods.config import MethodConfig
 from lowcomm.methods.engine import Engine
+from lowcomm.methods.means import Mean
 from lowcomm.methods.outer import OuterOptimizer
 from lowcomm.methods.peers import Peers
 from lowcomm.settings import ConfigError
@@ -61,7 +63,7 @@ from lowcomm.methods.outer import OuterOptimizer
 
 
 class OuterSign(OuterOptimizer):
-    names = ("sign",)
+    names = ("toy_sign",)
 
     def __init__(self, lr):
         self.lr = lr
@@ -135,8 +137,8 @@ config = Project(Path(".")).run_config(
     "protocol_dense",
     scale="smoke",
     stages=2,
-    method={"exchange": "parameters", "sync_every_steps": 5, "peers": "neighbours", "outer": "sign", "outer_lr": 0.01,
-            "codec": "two_bits", "boundary": {"kind": "halves"}},
+    method={"exchange": "parameters", "sync_every_steps": 5, "peers": "neighbours", "outer": "toy_sign",
+            "outer_lr": 0.01, "codec": "two_bits", "boundary": {"kind": "halves"}},
     replicas=4,
     train={"global_batch": 16, "eval_sequences": 16},
 )
@@ -173,7 +175,7 @@ def test_one_file_adds_a_codec_an_outer_optimizer_a_peer_rule_or_a_boundary(tmp_
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("base", [Codec, Engine, OuterOptimizer, Peers, Boundary])
+@pytest.mark.parametrize("base", [Codec, Engine, OuterOptimizer, Peers, Boundary, Basis, Mean])
 def test_every_value_of_a_choice_has_a_docstring_and_a_name_of_its_own(base: type[Choice]) -> None:
     found = options(base)
     assert found

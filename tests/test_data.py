@@ -153,6 +153,27 @@ def test_replicas_never_share_a_window_and_see_all_of_theirs(corpus: Path) -> No
     assert [data.batch(1).tolist()] != [data.batch(steps + 1).tolist()]  # in another order
 
 
+@pytest.mark.parametrize("alike", [0.0, 0.25, 1.0])
+def test_windows_that_are_not_dealt_alike_keep_the_corpus_order(alike: float, corpus: Path) -> None:
+    """In an epoch each window is used once, whatever share is dealt alike; of the rest each lane has one part."""
+    data = TokenData(corpus, seq_len=32, global_batch=8, seed=0, alike=alike)
+    plain = TokenData(corpus, seq_len=32, global_batch=8, seed=0)
+    steps = data.epoch_steps()
+    text = np.concatenate([np.fromfile(p, "<u2") for p in sorted(corpus.glob("train-*.bin"))]).astype(np.int64)
+    place = {tuple(text[32 * w : 32 * w + 33]): w for w in reversed(range(8 * steps))}  # of equal windows the first
+    seen = torch.stack([data.batch(step) for step in range(1, steps + 1)])  # [steps, lanes, 33]
+    places = np.array([[place[tuple(row)] for row in batch] for batch in seen.tolist()])
+    assert len(np.unique(places)) == len(place)
+    # In order, so that the mean place of lane l is about that of the l-th of 8 parts.
+    means = places.mean(0) / (8 * steps)
+    spread = means.max() - means.min()
+    assert spread == pytest.approx((1 - alike) * 7 / 8, abs=0.05)
+    if alike < 1:
+        assert (np.diff(means) > 0).all()
+    else:
+        assert torch.equal(data.batch(3), plain.batch(3))
+
+
 def test_each_lane_walks_in_an_order_of_its_own(corpus: Path) -> None:
     """Were all orders one, the rows of a batch would be neighbours, the last target of each the next one's first."""
     data = TokenData(corpus, seq_len=32, global_batch=8, seed=0)

@@ -21,6 +21,7 @@ from lowcomm.comm.membership import Lost, Roll, Rules
 from lowcomm.comm.notes import Notes
 from lowcomm.comm.world import World
 from lowcomm.methods.elastic import ElasticUpdates
+from lowcomm.methods.local_updates import RESIDUAL
 from tests.harness import clean_environment, in_threads
 
 STEPS = 25
@@ -37,6 +38,8 @@ NOLOCO = {
 }
 METHODS: dict[str, dict[str, Any]] = {
     "diloco": {"sync_every_steps": 4},
+    "sparse": {"sync_every_steps": 4, "codec": "chunk_topk_2bit", "codec_keep": 0.005, "error_feedback": 0.9},
+    "clipped": {"sync_every_steps": 4, "mean": "clipped", "byzantine": 1},
     "streaming": {
         "sync_every_steps": 6,
         "fragments": "strided",
@@ -296,6 +299,40 @@ def test_one_that_has_missed_a_round_comes_to_where_the_others_are(offload: bool
         assert torch.equal(sync.fragments[0].agreed, found[0].fragments[0].agreed)
 
 
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_message_that_nobody_has_heard_is_not_said(offload: bool, store: Notes, replica: Callable) -> None:
+    """With error feedback what a message loses is kept, and taken back where its round went on without it."""
+    net, sync = replica(0, "sparse", slots=1, quorum=1, offload_outer=offload)
+    trained(net, sync, until=6)
+    (fragment,) = sync.fragments
+    before = fragment.outer_state()[RESIDUAL].clone()
+    assert before.abs().max() > 0
+    meet, sync.elastic.meet = sync.elastic.meet, lambda *args: None
+    trained(net, sync, until=8)  # where a round is met, for nothing
+    sync.elastic.meet = meet
+    assert sync.missed == 1
+    assert torch.equal(fragment.outer_state()[RESIDUAL], before)
+    trained(net, sync)
+    assert not torch.equal(fragment.outer_state()[RESIDUAL], before)
+
+
+def test_a_checkpoint_holds_the_residual_of_its_version(replica: Callable) -> None:
+    """Taken while a message is under way, it is as before that message, which its version does not contain."""
+    net, sync = replica(0, "sparse", slots=1, quorum=1, overlap_steps=2)
+    trained(net, sync, until=7)
+    kept = sync.fragments[0].outer_state()[RESIDUAL].clone()
+    gate = threading.Event()
+    meet = sync.elastic.meet
+    sync.elastic.meet = lambda *args: (gate.wait(30), meet(*args))[1]
+    trained(net, sync, until=8)  # its message is made, and waits
+    assert not torch.equal(sync.fragments[0].outer_state()[RESIDUAL], kept)
+    state = sync.state_dict()
+    assert int(state["version"]) == sync.rounds[-1].id
+    assert torch.equal(state[f"0/{RESIDUAL}"], kept)
+    gate.set()
+    trained(net, sync)
+
+
 @pytest.mark.fault(
     "one pair of NoLoCo takes longer to exchange than others may be silent", "the other pair waits for it"
 )
@@ -330,13 +367,13 @@ def test_all_leave_at_once_and_go_on_from_what_they_have_kept(method: str, repli
     kept: dict[int, dict[str, Tensor]] = {}
 
     def before(slot: int) -> None:
-        net, sync = replica(slot, method)
+        net, sync = replica(slot, method, quorum=3)  # so that those who are back first wait for the others
         trained(net, sync, until=13 + slot)  # one may have sent for the next round
         kept[slot] = sync.state_dict()
         sync.close()
 
     def after(slot: int) -> tuple[list[int], ElasticUpdates]:
-        net, sync = replica(slot, method, resume=kept[slot])
+        net, sync = replica(slot, method, quorum=3, resume=kept[slot])
         return trained(net, sync), sync
 
     in_threads(*(lambda slot=slot: before(slot) for slot in range(3)))

@@ -131,10 +131,16 @@ def test_a_row_is_at_its_own_rungs(tmp_path: Path) -> None:
 def test_the_plan_is_in_the_regime_that_it_promises() -> None:
     """20 tokens per parameter, 512 per replica and step, 100 rounds from 0.33M on; pairs differ in the method alone."""
     plan = LADDER.plan
+
+    def tuned(name: str) -> set[str]:
+        row = plan.rows[name]
+        return {*row.lines, *(tuned(row.start) if row.start else ())}
+
     for rung in plan.rungs.values():
         configs = LADDER.configs(rung.name)
         for name in rung.rows:
-            point = LADDER.trial(plan.rows[name], rung.name, {line: entry.begin for line, entry in plan.lines.items()})
+            begin = {line: plan.lines[line].begin for line in tuned(name)} | dict(plan.rows[name].begin)
+            point = LADDER.trial(plan.rows[name], rung.name, begin)
             config = point.config
             t = config.train
             tokens = t.steps * t.global_batch * t.seq_len

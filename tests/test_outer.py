@@ -15,9 +15,10 @@ from lowcomm.comm.start import run_threads
 from lowcomm.comm.world import World
 from lowcomm.experiment.batches import TokenData
 from lowcomm.experiment.config import RunConfig
+from lowcomm.experiment.inner import inner_optimizer, learning_rate
 from lowcomm.experiment.run_folder import read_metrics
 from lowcomm.experiment.train import train, train_in_threads
-from lowcomm.experiment.trainer import Trainer, inner_optimizer, learning_rate
+from lowcomm.experiment.trainer import Trainer
 from lowcomm.methods.config import MethodConfig
 from lowcomm.methods.local_updates import LocalUpdates, pairwise_cosine
 from lowcomm.methods.outer import HeavyBall, Nesterov

@@ -19,9 +19,10 @@ from lowcomm.codecs import make_codec
 from lowcomm.comm.shares import Section, mean_bytes, owned_mean_bytes
 from lowcomm.comm.start import run_threads
 from lowcomm.experiment.config import RunConfig, TrainConfig
+from lowcomm.experiment.inner import inner_optimizer
 from lowcomm.experiment.run_folder import read_metrics
 from lowcomm.experiment.train import train, train_in_threads
-from lowcomm.experiment.trainer import Trainer, inner_optimizer
+from lowcomm.experiment.trainer import Trainer
 from lowcomm.methods.local_updates import LocalUpdates
 from lowcomm.methods.outer_state import flatten
 from lowcomm.methods.partial import SlicedLinear, detach_others, pieces, train_slice

@@ -41,6 +41,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "sliced": SLICED,
     # One fragment is applied at the step at which the next is sent.
     "offloaded": STREAMING | PAIRS | {"offload_outer": True, "sync_every_steps": 6, "overlap_steps": [2]},
+    "sparse": STREAMING
+    | {"codec": "chunk_topk_2bit", "codec_keep": 0.02, "error_feedback": 0.9, "mean": "senders", "offload_outer": True},
     "all": STREAMING | PAIRS | SLICED | SUBSPACE,
     "gradients": {"route": "random_step"},
     "subspace": SUBSPACE,
@@ -189,7 +191,8 @@ def test_memory_is_what_a_trainer_holds(name: str, corpus: Path, tmp_path: Path)
             if config.method.offload_outer:
                 for index, f in enumerate(engine.fragments):  # what the next step's turns need is on its way already
                     whole = f.under_way is not None and f.due <= row["step"] + 1
-                    copies = len(f._state.names) if whole else index in engine.plan.turns(row["step"] + 1)
+                    sent = index in engine.plan.turns(row["step"] + 1)
+                    copies = len(f._stepped) if whole else sent * (1 + (f.feedback > 0))
                     assert f.resident == 4 * f.numel * copies
             outer = [sum(held)]
         weights = sum(4 * p.numel() for p in trainer.model.parameters())

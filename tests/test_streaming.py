@@ -272,6 +272,25 @@ def test_turns_are_counted(fragments: int, h: int, steps: int) -> None:
         assert schedule.turns_of(p, steps) == sum(p in schedule.turns(t) for t in range(1, steps + 1))
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_balanced_fragments_hold_all_and_about_as_much(count: int) -> None:
+    shapes = {f"layers.{i}.{n}": s for i in range(4) for n, s in (("a", (64, 64)), ("b", (64, 168)), ("n", (64,)))}
+    shapes["head"] = (64, 512)
+    method = MethodConfig(
+        "parameters", outer="nesterov", fragments="balanced", fragment_count=count, sync_every_steps=9
+    )
+    plan = Plan(shapes, method, 2)
+    names = [piece.parameter for fragment in plan.fragments for piece in fragment.pieces]
+    assert sorted(names) == sorted(shapes)
+    total = sum(fragment.numel for fragment in plan.fragments)
+    largest = max(fragment.numel for fragment in plan.fragments)
+    assert largest <= 4 / 3 * max(total / count, 64 * 512)
+    with pytest.raises(ConfigError, match="method.fragment_count = 99 is more than the 13 parts of parameters"):
+        Plan(shapes, dataclasses.replace(method, fragment_count=99, sync_every_steps=99), 2)
+    with pytest.raises(ConfigError, match="method.fragment_count means nothing with method.fragments = whole"):
+        Plan(shapes, dataclasses.replace(method, fragments="whole", fragment_count=2), 2)
+
+
 # Training
 
 STREAMING = {"fragments": "strided", "layers_per_fragment": 1, "sync_every_steps": 5, "close_last_round": False}

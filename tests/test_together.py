@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import functools
 import itertools
 import math
@@ -14,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from lowcomm.choices import options
+from lowcomm.codecs import Codec
 from lowcomm.experiment.config import RunConfig
 from lowcomm.experiment.train import train_in_threads
 from lowcomm.experiment.trainer import Trainer
@@ -23,7 +26,9 @@ from tests.conftest import small_run
 
 SLICED = {"trainable": "slice", "slices": 2}
 SUBSPACE = {"kind": "subspace", "rank": 4, "update_every_steps": 4, "update_lr": 1.0}
-#: The eight choices of a method, and a value of each kind.
+CODECS = ("fp32", "fp16", "bf16", "int8", "sign", "e4m3", "e3m0", "topk", "dropout", "dare")
+CODECS += ("chunk_topk", "chunk_topk_2bit")
+#: The choices of a method, and a value of each kind.
 CHOICES: dict[str, dict[str, dict[str, Any]]] = {
     "trainable": {
         "all": {},
@@ -39,6 +44,7 @@ CHOICES: dict[str, dict[str, dict[str, Any]]] = {
         "sequential": {"fragments": "sequential", "layers_per_fragment": 1},
         "strided": {"fragments": "strided", "layers_per_fragment": 1},
         "slices": {"fragments": "slices"},
+        "balanced": {"fragments": "balanced", "fragment_count": 2},
     },
     "schedule": {
         "at_once": {},
@@ -47,15 +53,29 @@ CHOICES: dict[str, dict[str, dict[str, Any]]] = {
         "tau_each": {"overlap_steps": [0, 1, 2, 2], "mixing": 0.5},
     },
     "peers": {"everyone": {}, "pairs": {"peers": "group", "group_size": 2}},
-    "codec": {
-        name: {"codec": name} | ({"codec_keep": 0.5} if name in ("topk", "dropout", "dare") else {})
-        for name in ("fp32", "fp16", "bf16", "int8", "sign", "e4m3", "e3m0", "topk", "dropout", "dare")
+    "codec": {name: {"codec": name} | ({"codec_keep": 0.5} if options(Codec)[name].sparse else {}) for name in CODECS},
+    "feedback": {"without": {}, "with": {"error_feedback": 0.9}},
+    "basis": {name: {"basis": name} for name in ("values", "tiles", "cosines")},
+    "mean": {
+        "ordinary": {},
+        "senders": {"mean": "senders"},
+        "median": {"mean": "median"},
+        "trimmed": {"mean": "trimmed", "mean_trim": 0.25},
+        "clipped": {"mean": "clipped", "byzantine": 1},
+        "radial": {"mean": "radial"},
+    },
+    "points": {
+        "none": {},
+        "rate": {"outer_lr_shape": ["0@0", "1@0.5", "0.5@1"]},
+        "momentum": {"outer_momentum_points": ["0@0", "0.9@0.5"]},
     },
     "outer": {
-        "average": {"outer": "average", "outer_lr": 1.0, "outer_momentum": 0.0},
         "nesterov": {},
+        "average": {"outer": "average", "outer_lr": 1.0, "outer_momentum": 0.0},
         "heavy_ball": {"outer": "heavy_ball"},
         "noloco": {"outer": "noloco", "outer_momentum": 0.5, "outer_pull": 0.7},
+        "sign": {"outer": "sign", "outer_lr": 0.001, "outer_momentum": 0.0},
+        "gasloc": {"outer": "gasloc"},
     },
     "boundary": {
         "dense": {},
@@ -64,18 +84,50 @@ CHOICES: dict[str, dict[str, dict[str, Any]]] = {
         "quantised_subspace": {"boundary": SUBSPACE | {"codec": "int8", "error_feedback": True}},
         "low_rank": {"boundary": {"kind": "low_rank", "rank": 4, "error_feedback": True}},
         "topk": {"boundary": {"codec": "topk", "codec_keep": 0.25}},
+        "some_subspace": {"boundary": {"kind": "subspace", "rank": 4, "replicas": 2}},
+        "some_quantised": {"boundary": {"codec": "int8", "replicas": 1}},
     },
     "route": {name: {"route": name} for name in ("fixed", "random_step", "random_micro_batch")},
 }
+#: Choices without whose values others mean nothing.
+NEEDED = ("trainable", "fragments", "peers", "codec")
 #: Without local updates, two choices are left.
 WITHOUT = {
     "exchange": {"gradients": {}, "none": {}},
-    "boundary": CHOICES["boundary"],
+    "boundary": {name: value for name, value in CHOICES["boundary"].items() if not name.startswith("some_")},
     "route": CHOICES["route"],
 }
-#: Pairs that no method has, and why.
+#: Pairs that no method has, as patterns, and why. With four replicas a slice has two owners, or one.
 REFUSED = {
-    ("codec=*", "outer=average"): "method.outer = average exchanges the parameters themselves",
+    ("codec=[!f]*", "outer=average"): "method.outer = average exchanges the parameters themselves",
+    ("codec=fp16", "outer=average"): "method.outer = average exchanges the parameters themselves",
+    ("codec=[!f]*", "outer=gasloc"): "method.outer = gasloc sends parameters",
+    ("codec=fp16", "outer=gasloc"): "method.outer = gasloc sends parameters",
+    ("codec=fp32", "feedback=with"): "means nothing with method.codec = fp32, which loses nothing",
+    ("codec=fp32", "basis=[!v]*"): "means nothing with method.codec = fp32, which loses nothing",
+    ("codec=dare", "feedback=with"): "grows without bound",
+    ("feedback=with", "outer=average"): "means nothing with method.codec = fp32, which loses nothing",
+    ("feedback=with", "outer=gasloc"): "means nothing with method.codec = fp32, which loses nothing",
+    ("basis=[!v]*", "outer=average"): "means nothing with method.codec = fp32, which loses nothing",
+    ("basis=[!v]*", "outer=gasloc"): "means nothing with method.codec = fp32, which loses nothing",
+    ("mean=[!o]*", "outer=average"): "of which parameters travel",
+    ("mean=[!o]*", "outer=gasloc"): "of which parameters travel",
+    ("mean=median", "outer=noloco"): "needs method.peers = group",
+    ("mean=trimmed", "outer=noloco"): "needs method.peers = group",
+    ("peers=pairs", "mean=median"): "needs 3 members or more",
+    ("peers=pairs", "mean=trimmed"): "must leave out one at each end",
+    ("trainable=[!an]*", "mean=median"): "needs 3 members or more",
+    ("trainable=[!an]*", "mean=trimmed"): "must leave out one at each end",
+    ("fragments=slices", "mean=median"): "means nothing with method.trainable = all",
+    ("fragments=slices", "mean=trimmed"): "means nothing with method.trainable = all",
+    ("points=[!n]*", "outer=average"): "method.outer = average exchanges the parameters themselves",
+    ("points=[!n]*", "outer=noloco"): "method.outer",
+    ("points=momentum", "outer=sign"): "means nothing with method.outer = sign",
+    ("outer=sign", "boundary=*subspace"): "is not linear in outer gradients",
+    ("outer=sign", "boundary=reparametrised"): "is not linear in outer gradients",
+    ("outer=average", "boundary=some_*"): "of which parameters travel",
+    ("outer=gasloc", "boundary=some_*"): "of which parameters travel",
+    ("boundary=some_*", "route=random_*"): "as routes mix replicas",
     ("peers=everyone", "outer=noloco"): "method.outer = noloco needs method.peers = group",
     ("schedule=tau_each", "outer=noloco"): "must be one value with method.outer = noloco",
     ("trainable=next_fragment", "fragments=whole"): "next_fragment means nothing with method.fragments = whole",
@@ -83,6 +135,7 @@ REFUSED = {
     ("trainable=all", "fragments=slices"): "fragments = slices means nothing with method.trainable = all",
     ("trainable=next_fragment", "fragments=slices"): "next_fragment means nothing with method.fragments = slices",
 }
+PLAIN = ("mean=", "trainable=", "fragments=")  # refused with everyone too
 STEPS, SAVED = 8, 5  # saved after an update of the subspace, and with transfers in flight
 
 
@@ -123,7 +176,8 @@ def _pairs(row: dict[str, str]) -> set[tuple[str, str]]:
 def covering(exchange: bool) -> tuple[list[dict[str, str]], list[tuple[str, str]]]:
     """Rows that hold every pair of values which some row can hold, and the pairs that none can.
 
-    Of many random rows with a pair that is missing, the one is taken that adds most pairs.
+    A row begins as the pair and the first value of every other choice, some of which may have to be others (NEEDED);
+    then it takes what other values add pairs and are allowed. Of several such rows the one is taken that adds most.
     """
     choices, draw = CHOICES if exchange else WITHOUT, random.Random(0)
     values = {f"{choice}={value}": (choice, value) for choice, some in choices.items() for value in some}
@@ -133,18 +187,25 @@ def covering(exchange: bool) -> tuple[list[dict[str, str]], list[tuple[str, str]
     for pair in sorted(missing):
         if pair not in missing:
             continue
-        found: list[tuple[int, dict[str, str]]] = []
-        for _ in range(150):
-            row = {choice: draw.choice(list(some)) for choice, some in choices.items()} | dict(values[v] for v in pair)
-            if _allowed(row):
-                found.append((len(_pairs(row) & missing), row))
-            if len(found) == 12:
-                break
-        if found:
-            rows.append(max(found, key=lambda x: x[0])[1])
-            missing -= _pairs(rows[-1])
-        else:
+        fixed = dict(values[v] for v in pair)
+        plain = {choice: next(iter(some)) for choice, some in choices.items()} | fixed
+        free = [v for v in values.values() if v[0] not in fixed]
+        needed = [v for v in free if v[0] in NEEDED]
+        others = itertools.chain.from_iterable(itertools.combinations(needed, count) for count in range(3))
+        begin = next((row for some in others if _allowed(row := plain | dict(some))), None)
+        if begin is None:
             impossible.append(pair)
+            continue
+        found = []
+        for _ in range(4):
+            row = begin
+            for choice, value in draw.sample(free, len(free)):
+                other = row | {choice: value}
+                if len(_pairs(other) & missing) > len(_pairs(row) & missing) and _allowed(other):
+                    row = other
+            found.append(row)
+        rows.append(max(found, key=lambda row: len(_pairs(row) & missing)))
+        missing -= _pairs(rows[-1])
     return rows, impossible
 
 
@@ -193,12 +254,12 @@ def test_every_boundary_and_route_goes_without_local_updates(
 
 
 def test_pairs_that_no_method_has_are_refused_with_the_reason() -> None:
-    wanted = {p for p in REFUSED if "*" not in p[0]}
-    wanted |= {(f"codec={name}", "outer=average") for name in CHOICES["codec"] if name != "fp32"}
-    assert set(covering(True)[1]) == wanted
+    names = [[f"{choice}={value}" for value in some] for choice, some in CHOICES.items()]
+    pairs = [p for a, b in itertools.combinations(names, 2) for p in itertools.product(a, b)]
+    wanted = {pair: why for pair in pairs for of, why in REFUSED.items() if all(map(fnmatch.fnmatch, pair, of))}
+    assert set(covering(True)[1]) == set(wanted)
     assert not covering(False)[1]
-    for pair in sorted(wanted):
-        message = REFUSED.get(pair) or REFUSED["codec=*", "outer=average"]
+    for pair, why in sorted(wanted.items()):
         values = dict(name.split("=") for name in pair)
-        with pytest.raises(ConfigError, match=re.escape(message)):
-            _config({"peers": "pairs"} | values)
+        with pytest.raises(ConfigError, match=re.escape(why)):
+            _config({"peers": "everyone" if pair[0].startswith(PLAIN) else "pairs"} | values)

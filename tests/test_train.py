@@ -23,10 +23,11 @@ from lowcomm.comm.world import World
 from lowcomm.experiment import stop
 from lowcomm.experiment.batches import TokenData
 from lowcomm.experiment.config import RunConfig
+from lowcomm.experiment.inner import learning_rate
 from lowcomm.experiment.run_folder import RunFolder, read_metrics
 from lowcomm.experiment.source import sha256, source_digest
 from lowcomm.experiment.train import train, train_in_threads
-from lowcomm.experiment.trainer import Trainer, learning_rate
+from lowcomm.experiment.trainer import Trainer
 from lowcomm.model.decoder import Decoder
 from lowcomm.settings import ConfigError
 from pipelines.launch import torchrun_command

@@ -4,11 +4,12 @@
     eXmY               a small float of 1 + X + Y bits (`small_float`)
     int8, sign         multiples of a block's scale, -127 to 127, or plus and minus it (`scaled`)
     topk               the largest magnitudes (`sparse`)
+    chunk_topk         the largest of each chunk, as fp32 or, with _2bit, in 2 bits (`sparse`)
     dropout, dare      random values (`sparse`)
 
 Every code is finite; NaN and infinities are refused by name. `codec` says how to add one.
 """
 
-from lowcomm.codecs.codec import Codec, make_codec, message_seed
+from lowcomm.codecs.codec import Codec, in_one_piece, make_codec, message_seed
 
-__all__ = ["Codec", "make_codec", "message_seed"]
+__all__ = ["Codec", "in_one_piece", "make_codec", "message_seed"]

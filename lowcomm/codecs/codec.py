@@ -6,6 +6,7 @@ pipelines, closed forms and the planner use it, and the tests of all codecs hold
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
@@ -60,6 +61,13 @@ def make_codec(name: str, keep: float = 1.0, *, where: str = "codec") -> Codec:
     if not 0 < keep <= 1:
         raise ConfigError(f"{where}_keep = {keep} is a share of the values: above 0 and at most 1")
     return cls.of(name, keep)
+
+
+def in_one_piece(codec: Codec) -> Codec:
+    """Return the same codec for messages of which no shares may be cut, whatever the encoding allows."""
+    found = copy.copy(codec)
+    found.block = 0
+    return found
 
 
 def message_seed(*key: int) -> int:

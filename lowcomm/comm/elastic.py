@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from lowcomm.codecs import Codec
-from lowcomm.comm.encoded import EncodedMean
+from lowcomm.comm.encoded import EncodedMean, Reduce, weighted_mean
 from lowcomm.comm.membership import (
     NO_ANSWER,
     Close,
@@ -435,7 +435,7 @@ class Payload:
     """Values of which a round is to find a mean.
 
     x: flat fp32. sections: of it in order, each with the slots that own it; None where all own everything. codec, seed:
-    how they are encoded. purpose: what the ledger bills them as.
+    how they are encoded. purpose: what the ledger bills them as. reduce: what the mean is.
     """
 
     x: Tensor
@@ -443,6 +443,7 @@ class Payload:
     purpose: str
     seed: int = 0
     sections: Sequence[Section] | None = None
+    reduce: Reduce = weighted_mean
 
 
 #: Of the slots that a round is of, those whose means one wants: itself among them, in ascending order.
@@ -764,7 +765,8 @@ class Elastic:
                 attempt.purpose = payload.purpose
                 owned = payload.sections or [(payload.x.numel(), slots)]
                 sections = [(numel, [i for i in group if slots[i] in owners]) for numel, owners in owned]
-                mean = EncodedMean(payload.x.clone(), payload.codec, payload.seed, sections, group, me, tokens)
+                x, codec, seed = payload.x.clone(), payload.codec, payload.seed
+                mean = EncodedMean(x, codec, seed, sections, group, me, tokens, payload.reduce)
                 means.append(mean.alone() if len(group) == 1 else mean.over(attempt))
         except NoAnswer as error:
             return error.who.rpartition("/")[0]

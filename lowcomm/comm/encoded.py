@@ -6,7 +6,7 @@ the mean. Each is gathered whole, or reduced in shares whose sums travel as fp32
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -14,6 +14,21 @@ from torch import Tensor
 from lowcomm.codecs import Codec
 from lowcomm.comm.axis import Op, rotation
 from lowcomm.comm.shares import Section, block_shares, encoded_mean_in_shares
+
+#: (the members' values, each [n] and scratch afterwards; what each weighs) -> what stands in their place [n].
+Reduce = Callable[[Iterable[Tensor], Sequence[float]], Tensor]
+
+
+def weighted_mean(parts: Iterable[Tensor], weights: Sequence[float]) -> Tensor:
+    """Return the mean of values [n], summed in order as each weighs."""
+    first, *others = weights
+    left = iter(parts)
+    total = next(left)
+    if first != 1:
+        total = total * first
+    for part, weight in zip(left, others, strict=True):
+        total = torch.add(total, part, alpha=weight, out=part)
+    return torch.div(total, sum(weights))
 
 
 class EncodedMean:
@@ -26,6 +41,7 @@ class EncodedMean:
         members: of the group, as indices on the axis.
         me: this rank's index.
         weights: of members, in their order, if they are not to weigh alike.
+        reduce: what becomes of the members' values. One that needs them whole goes with a codec of block 0.
     """
 
     def __init__(
@@ -37,6 +53,7 @@ class EncodedMean:
         members: Sequence[int],
         me: int,
         weights: Sequence[float] | None = None,
+        reduce: Reduce = weighted_mean,
     ):
         held = sum(numel for numel, _ in sections)
         if held != x.numel():
@@ -45,7 +62,7 @@ class EncodedMean:
         parts = x.split([numel for numel, _ in sections])
         weight = dict(zip(members, weights or [1] * len(members), strict=True))
         self.parts = [
-            _Part(part, codec, {i: weight[i] for i in members if i in owners}, len(members), seed + index)
+            _Part(part, codec, {i: weight[i] for i in members if i in owners}, len(members), seed + index, reduce)
             for index, (part, (_, owners)) in enumerate(zip(parts, sections, strict=True))
         ]
 
@@ -83,11 +100,17 @@ class EncodedMean:
         return self.x
 
 
+def read_back(x: Tensor, codec: Codec, seed: int, sections: Sequence[Section] | None = None) -> Tensor:
+    """Return what the others decode of one member's values, as `EncodedMean` encodes them; one section by default."""
+    parts = [x] if sections is None else x.split([numel for numel, _ in sections])
+    return torch.cat([codec.decode(codec.encode(part, seed + i), part.numel()) for i, part in enumerate(parts)])
+
+
 class _Part:
     """One section of an encoded mean: values `x`, and those members who own them, with their weights."""
 
-    def __init__(self, x: Tensor, codec: Codec, owners: dict[int, float], members: int, seed: int):
-        self.x, self.codec, self.owners, self.seed = x, codec, list(owners), seed
+    def __init__(self, x: Tensor, codec: Codec, owners: dict[int, float], members: int, seed: int, reduce: Reduce):
+        self.x, self.codec, self.owners, self.seed, self._reduce = x, codec, list(owners), seed, reduce
         weights = list(owners.values())
         self._weights = weights if len(set(weights)) > 1 else [1] * len(weights)
         self.in_shares = encoded_mean_in_shares(x.numel(), codec, members, len(owners))
@@ -116,19 +139,13 @@ class _Part:
         return self.codec.nbytes(self.share(me).numel())
 
     def reduce(self, me: int, messages: list[Tensor]) -> None:
-        """The mean of what the owners say, in their order, into its place."""
+        """Make of what the owners say, in their order, what is to stand in its place."""
         if not self.owners:
             self.x.zero_()
         if not messages:
             return
         own = self.share(me)
-        total = self.codec.decode(messages[0], own.numel())
-        if (first := self._weights[0]) != 1:
-            total = total * first
-        for message, weight in zip(messages[1:], self._weights[1:], strict=True):
-            part = self.codec.decode(message, own.numel())
-            total = torch.add(total, part, alpha=weight, out=part)
-        torch.div(total, sum(self._weights), out=own)
+        own.copy_(self._reduce((self.codec.decode(m, own.numel()) for m in messages), self._weights))
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

@@ -32,7 +32,7 @@ from torch import Tensor
 from lowcomm.codecs import Codec
 from lowcomm.comm.axis import UNBILLED, AxisState, Handle, Lane, Op, rotation
 from lowcomm.comm.config import CommConfig
-from lowcomm.comm.encoded import EncodedMean
+from lowcomm.comm.encoded import EncodedMean, Reduce, weighted_mean
 from lowcomm.comm.shares import Section, mean_bytes, shares
 from lowcomm.comm.transport import Transport
 from lowcomm.comm.wire import Ledger, Link, RealClock, Trace, VirtualClock
@@ -151,6 +151,7 @@ class World:
         group: Sequence[int] | None = None,
         sections: Sequence[Section] | None = None,
         ahead: bool = False,
+        reduce: Reduce = weighted_mean,
     ) -> Handle:
         """Replace flat fp32 `x` by the mean of decode(encode(x)) over the axis; leave `x` alone until `wait()`.
 
@@ -161,6 +162,7 @@ class World:
         order of `x`, each is the mean over those of its owners (indices on the axis) who are members, zero where there
         are none; all members get all of it, and nobody sends what it does not own. `ahead`: what is not needed yet; it
         holds up no verb that is, and waits for none.
+        `reduce`: in the place of the mean, the same on all ranks; as for `EncodedMean`.
         """
         if x.dtype != torch.float32 or x.dim() != 1:
             raise TypeError(f"encoded means are of flat float32 tensors, got {_like(x)}")
@@ -168,7 +170,7 @@ class World:
         state = self._axes[axis]
         members = sorted(self._members(state, group))
         sections = sections or [(x.numel(), members)]
-        mean = EncodedMean(x, codec, seed, sections, members, state.index)
+        mean = EncodedMean(x, codec, seed, sections, members, state.index, reduce=reduce)
         if len(members) == 1:
             return self.done(mean.alone())
         lane: Lane = "ahead" if ahead else "main"

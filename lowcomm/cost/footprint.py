@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 
 import torch
 
 from lowcomm.cost.predict import kinds_of_stage, message_bytes, stage_numel
 from lowcomm.experiment.config import RunConfig
+from lowcomm.experiment.inner import is_inside_blocks
 from lowcomm.methods.plan import Plan
 from lowcomm.methods.subspace import overhead_bytes
-from lowcomm.model.accounting import MemoryCount, memory, parameters, trained_parameters
+from lowcomm.model.accounting import MemoryCount, memory, parameter_shapes, parameters, trained_parameters
 from lowcomm.model.config import stage_layers
 
 
@@ -34,23 +36,35 @@ def stage_memory(config: RunConfig, stage: int) -> MemoryCount:
     if config.exchanges_parameters:
         plan = config.plan(stage)
         waiting = plan.outer.needs_peers
-        offloaded = 1 + len(plan.outer.buffers(torch.empty(0)))
-        buffers = offloaded + waiting
+        stepped, said = 1 + len(plan.outer.buffers(torch.empty(0))), 1 + (m.error_feedback > 0)
+        buffers = stepped + said - 1 + waiting
         if m.offload_outer:
-            fetched = _most_fetched(plan, max(m.overlap_steps), offloaded) + waiting * numel
+            fetched = _most_fetched(plan, max(m.overlap_steps), stepped, said) + waiting * numel
     trains = numel - (whole.total - trained.total)
-    return memory(numel, inner=config.train.optimizer, outer_buffers=buffers, fetched=fetched, trained=trains)
+    matrices = 0
+    if config.train.optimizer == "muon":
+        shapes = parameter_shapes(c, stage=stage, stages=config.stages)
+        matrices = sum(math.prod(shape) for name, shape in shapes.items() if is_inside_blocks(name, len(shape)))
+    return memory(
+        numel,
+        inner=config.train.optimizer,
+        outer_buffers=buffers,
+        fetched=fetched,
+        trained=trains,
+        matrices=matrices,
+    )
 
 
-def _most_fetched(plan: Plan, tau: int, buffers: int) -> int:
-    """Values of outer state on the device at the worst step: fragments that are applied, and what is agreed of others.
+def _most_fetched(plan: Plan, tau: int, stepped: int, said: int) -> int:
+    """Values of outer state on the device at the worst step: fragments that are applied, and others that are sent.
 
-    A fragment that is sent needs what was agreed alone; one that is applied, tau steps later, all of its `buffers`.
+    A fragment that is sent needs what was agreed, and its residual if it has one: `said` tensors; one that is applied,
+    tau steps later, what was agreed and the outer optimizer's buffers: `stepped`.
     """
     held, h = collections.Counter(), plan.method.sync_every_steps  # of the steps of a round
     for fragment in plan.fragments:
-        held[(fragment.offset + tau) % h] += buffers * fragment.numel
-        held[fragment.offset % h] += fragment.numel * (tau > 0)
+        held[(fragment.offset + tau) % h] += stepped * fragment.numel
+        held[fragment.offset % h] += (said if tau else said - 1) * fragment.numel
     return max(held.values())
 
 

@@ -11,7 +11,8 @@ then the turns of fragments on the link of each stage,
 
 A rank has a wire of its own on each axis, as in `wire` and `replay`. Machines that are uneven make a step's computing
 longer, by as much as `latency.uneven` draws; messages' latencies count as much as the largest of those that are waited
-for (`latency.expected_max`). What a machine must hold is `footprint`'s.
+for (`latency.expected_max`). What a machine must hold is `footprint`'s. Where only some replicas compress between their
+stages (`boundary.replicas`), the others have links there that hold nobody up.
 
 Seconds are a lower bound: a link carries nothing but messages, at its full rate from their first byte on. Headers of
 packets (5 to 6 % of an Ethernet frame), TCP's slow start and packets sent again all come on top.
@@ -93,12 +94,12 @@ def stage_flops(config: RunConfig) -> list[tuple[float, float]]:
     return found
 
 
-def message_bytes(config: RunConfig) -> tuple[int, int]:
-    """Bytes of a micro-batch's activations and of their gradients at a boundary.
+def message_bytes(config: RunConfig, replica: int = 0) -> tuple[int, int]:
+    """Bytes of a micro-batch's activations and of their gradients at a boundary of a replica.
 
     Under bf16 autocast activations are sent in fp32 all the same, as `boundary` computes in it.
     """
-    boundary = make_boundary(config.method.boundary, config.model)
+    boundary = make_boundary(config.method.boundary.of_replica(replica), config.model)
     tokens = config.local_batch // config.train.accumulation * config.train.seq_len
     return boundary.activation_bytes(tokens), boundary.gradient_bytes(tokens)
 
@@ -166,7 +167,9 @@ def sent_per_step(config: RunConfig) -> tuple[float, float]:
     m, replicas = config.method, config.replicas
     among, between = (replicas * nbytes for nbytes in _moved_bytes(config))
     if config.stages > 1:
-        between += sum(message_bytes(config)) * config.train.accumulation * (config.stages - 1) * replicas
+        some = m.boundary.replicas or replicas
+        nbytes = some * sum(message_bytes(config)) + (replicas - some) * sum(message_bytes(config, some))
+        between += nbytes * config.train.accumulation * (config.stages - 1)
     for stage, alike in kinds_of_stage(config).items():
         if m.exchange == "gradients":
             numel = stage_numel(config, stage)

@@ -4,6 +4,10 @@ A batch is a pure function of (seed, step, replica). Window w of the corpus belo
 B is the global batch; row r of every global batch comes from lane r, which walks through its windows in
 an order drawn from (seed, lane, epoch). Replica m owns lanes m B/M to (m+1) B/M, so replicas
 never see each other's windows, and the global batch of a step is the same for every M.
+
+All that is where windows are dealt alike (`alike` = 1). Of the share that is not, lane l has the l-th of B equal parts
+of the corpus, and still walks through it in an order that is drawn. Corpora are in the order of their sources, so
+replicas then train on text of unlike kinds.
 """
 
 from __future__ import annotations
@@ -58,12 +62,13 @@ class TokenData:
         folder: what `prepare` wrote.
         seq_len: T; a window holds T + 1 tokens and starts every T.
         global_batch: sequences per step, over all replicas.
-        seed: decides the order of windows.
+        seed: decides the order of windows, and which of them are dealt alike.
+        alike: share of the windows that is dealt to all lanes alike, from 0 to 1.
 
     Raises ConfigError if the folder is missing, a shard is damaged, or the corpus is shorter than a batch.
     """
 
-    def __init__(self, folder: Path, *, seq_len: int, global_batch: int, seed: int):
+    def __init__(self, folder: Path, *, seq_len: int, global_batch: int, seed: int, alike: float = 1.0):
         self.card = read_card(folder)
         tokenizer = folder / "tokenizer.model"
         if not tokenizer.exists() or sha256(tokenizer) != self.card["tokenizer_sha256"]:
@@ -81,6 +86,7 @@ class TokenData:
                 f"corpus {self.card['corpus']} has {self._windows} training windows of {seq_len} tokens,"
                 f" fewer than train.global_batch = {global_batch}"
             )
+        self._dealt = None if alike == 1 else self._deal(alike)
         self._orders: dict[int, tuple[int, np.ndarray]] = {}  # lane -> (epoch, order of its windows)
 
     def _open(self, folder: Path, split: str) -> list[np.ndarray]:
@@ -119,6 +125,14 @@ class TokenData:
         """Steps until a lane has seen all its windows."""
         return self._windows // self.global_batch
 
+    def _deal(self, alike: float) -> np.ndarray:
+        """The windows of each lane [B, windows of a lane], of which a share is dealt alike."""
+        lanes, each = self.global_batch, self.epoch_steps()
+        count = round(alike * each) * lanes
+        mixed = np.random.default_rng([self.seed, lanes]).permutation(lanes * each)
+        shared, rest = np.sort(mixed[:count]), np.sort(mixed[count:])
+        return np.concatenate([shared.reshape(-1, lanes).T, rest.reshape(lanes, -1)], axis=1)
+
     def batch(self, step: int, replica: int = 0, replicas: int = 1) -> Tensor:
         """Tokens [B/M, T+1] int64 of inner step `step` (from 1) for one replica."""
         rows = self.global_batch // replicas
@@ -129,7 +143,9 @@ class TokenData:
             if known != epoch:
                 order = np.random.default_rng([self.seed, lane, epoch]).permutation(self.epoch_steps())
                 self._orders[lane] = (epoch, order)
-            out[row] = self._window(self._train, int(order[place]) * self.global_batch + lane)
+            number = int(order[place])
+            window = number * self.global_batch + lane if self._dealt is None else int(self._dealt[lane, number])
+            out[row] = self._window(self._train, window)
         return torch.from_numpy(out)
 
     def held_out(self, sequences: int, split: str = "validation") -> Tensor:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from lowcomm.choices import choose
 from lowcomm.comm.config import CommConfig
 from lowcomm.methods.boundary import check_boundary
-from lowcomm.methods.config import MethodConfig
+from lowcomm.methods.config import BoundaryConfig, MethodConfig
 from lowcomm.methods.engine import Engine
 from lowcomm.methods.outer import OuterOptimizer
 from lowcomm.methods.peers import Peers
@@ -67,7 +67,12 @@ class TrainConfig:
     #: What losses are of. Settings are chosen on the tuning split, so that no table reports what has chosen them.
     eval_split: Literal["validation", "tuning"] = "validation"
     weights: str = ""  # a Hugging Face folder of a Llama or Qwen3 to begin with; "": drawn from the seed
-    optimizer: Literal["adamw", "sgd"] = "adamw"
+    optimizer: Literal["adamw", "sgd", "muon"] = "adamw"  # muon: of the matrices inside blocks, AdamW of the rest
+    muon_lr: float = number(0.0, at_least=0)  # the peak rate of those matrices; only for optimizer = muon, as the next
+    muon_momentum: float = number(0.95, at_least=0, below=1)
+    #: Share of the windows that are dealt to all lanes alike; of the rest each lane has one part of the corpus, so that
+    #: replicas train on unlike text.
+    alike: float = number(1.0, at_least=0, at_most=1)
     decay: Literal["cosine", "linear", "constant"] = "cosine"
     final_lr_fraction: float = number(0.05, at_least=0)
     beta1: float = number(0.9, at_least=0, below=1)
@@ -190,6 +195,7 @@ def _check(config: RunConfig) -> None:
         )
     engine = choose(Engine, m.exchange, "method.exchange")
     engine.check(m, config.replicas)
+    _check_muon(t, m)
     if config.exchanges_parameters and m.sync_every_steps > t.steps:
         raise ConfigError(
             f"method.sync_every_steps (H) = {m.sync_every_steps} must be between 1 and train.steps = {t.steps}"
@@ -198,6 +204,8 @@ def _check(config: RunConfig) -> None:
     check_boundary(m.boundary, config.model.dim, config.local_batch // t.accumulation * t.seq_len, config.stages)
     if m.boundary.kind == "subspace":
         _check_subspace(config)
+    if m.boundary.replicas:
+        _check_some_compress(config)
     if config.exchanges_parameters:
         _check_plan(config)
     if t.compile and (m.trainable == "next_fragment" or m.input_gradients == "own_and_random"):
@@ -222,6 +230,21 @@ def _check(config: RunConfig) -> None:
         raise ConfigError(
             f"data.vocab_size = {config.data.vocab_size} and model.vocab_size = {config.model.vocab_size} must be equal"
         )
+
+
+def _check_muon(t: TrainConfig, m: MethodConfig) -> None:
+    if t.optimizer != "muon":
+        for key in ("muon_lr", "muon_momentum"):
+            if getattr(t, key) != TrainConfig.__dataclass_fields__[key].default:
+                raise ConfigError(f"train.{key} means nothing with train.optimizer = {t.optimizer}")
+        return
+    if not t.muon_lr:
+        raise ConfigError("train.optimizer = muon needs train.muon_lr above 0: the peak rate of matrices inside blocks")
+    apart = {"method.exchange = fsdp": m.exchange == "fsdp", "method.trainable = slice": m.trainable == "slice"}
+    apart["method.boundary.kind = subspace"] = m.boundary.kind == "subspace"
+    for what, is_so in apart.items():
+        if is_so:
+            raise ConfigError(f"train.optimizer = muon makes whole matrices orthogonal, in bf16: not with {what}")
 
 
 def _check_pipeline(config: RunConfig) -> None:
@@ -260,11 +283,31 @@ def _check_subspace(config: RunConfig) -> None:
     if config.train.optimizer == "sgd" and b.second_moment != "row":
         raise ConfigError("method.boundary.second_moment means nothing with train.optimizer = sgd")
     outer = choose(OuterOptimizer, m.outer, "method.outer")
-    if config.exchanges_parameters and b.update_every_steps and not outer.linear:
+    if config.exchanges_parameters and not outer.linear:
         raise ConfigError(
-            f"method.outer = {m.outer} keeps buffers that are not linear in outer gradients, so they cannot be carried"
-            " along where method.boundary.update_every_steps moves the subspace"
+            f"method.outer = {m.outer} is not linear in outer gradients, so it does not keep to a subspace as they do"
         )
+
+
+def _check_some_compress(config: RunConfig) -> None:
+    m, b, key = config.method, config.method.boundary, f"method.boundary.replicas = {config.method.boundary.replicas}"
+    if not b.replicas < config.replicas:
+        raise ConfigError(f"{key} must be below replicas = {config.replicas}; 0 where all compress")
+    if b == BoundaryConfig(replicas=b.replicas):
+        raise ConfigError(f"{key} means nothing where nothing is compressed")
+    sends_parameters = config.exchanges_parameters and config.plan().outer.sends_parameters
+    apart = {
+        f"method.exchange = {m.exchange}, as the others' gradients leave the subspace": not config.exchanges_parameters,
+        f"method.outer = {m.outer}, of which parameters travel": sends_parameters,
+        f"method.route = {m.route}, as routes mix replicas": m.route != "fixed",
+        f"method.boundary.mode = {b.mode}": b.mode != "projected",
+        f"method.boundary.update_every_steps = {b.update_every_steps}, as all must know how a subspace moves": bool(
+            b.update_every_steps
+        ),
+    }
+    for what, is_so in apart.items():
+        if is_so:
+            raise ConfigError(f"{key} does not go with {what}")
 
 
 def _check_plan(config: RunConfig) -> None:

@@ -81,7 +81,7 @@ def train_elastic(
     own = own or world(replicas=1, stages=config.stages, comm=config.comm)
     folder.make()
     t = config.train
-    data = TokenData(data_folder, seq_len=t.seq_len, global_batch=t.global_batch, seed=config.seed)
+    data = TokenData(data_folder, seq_len=t.seq_len, global_batch=t.global_batch, seed=config.seed, alike=t.alike)
     run = config.identity() | {"slot": slot, "tokenizer": data.card["tokenizer_sha256"]}
     begun = started_with(config, data)
     own.agree(begun)

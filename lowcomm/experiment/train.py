@@ -63,7 +63,7 @@ def train(
     folder = RunFolder.beside(folder) if isinstance(folder, Path) else folder
     folder.make()
     t = config.train
-    data = TokenData(data_folder, seq_len=t.seq_len, global_batch=t.global_batch, seed=config.seed)
+    data = TokenData(data_folder, seq_len=t.seq_len, global_batch=t.global_batch, seed=config.seed, alike=t.alike)
     world.agree(started_with(config, data))
     trainer = Trainer(config, world, data)
     run = config.identity() | {"tokenizer": data.card["tokenizer_sha256"]}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,50 +15,21 @@ from torch import Tensor
 from lowcomm.choices import choose
 from lowcomm.comm.world import World
 from lowcomm.experiment.batches import TokenData, differences
-from lowcomm.experiment.config import RunConfig, TrainConfig
+from lowcomm.experiment.config import RunConfig
+from lowcomm.experiment.inner import inner_optimizer, set_learning_rate
 from lowcomm.methods.boundary import make_boundary
+from lowcomm.methods.config import BoundaryConfig
 from lowcomm.methods.elastic import ElasticUpdates
 from lowcomm.methods.engine import Engine, Evaluated, weight_spread
 from lowcomm.methods.partial import detach_others, pieces, train_slice
 from lowcomm.methods.pipeline import Pipeline, WholeModel
 from lowcomm.methods.routing import random_slice
-from lowcomm.methods.subspace import RowAdamW, Subspace, Unconstrained
+from lowcomm.methods.subspace import Subspace, Unconstrained
 from lowcomm.model.accounting import parameter_shapes
 from lowcomm.model.decoder import Decoder
 from lowcomm.model.huggingface import load_folder
 from lowcomm.model.spectrum import stable_ranks
 from lowcomm.settings import ConfigError
-
-
-def learning_rate(step: int, t: TrainConfig) -> float:
-    """The inner learning rate of step 1..steps: linear warm-up, then decay to final_lr_fraction of the peak."""
-    if step <= t.warmup_steps:
-        return t.lr * step / t.warmup_steps
-    if t.decay == "constant":
-        return t.lr
-    done = (step - t.warmup_steps) / max(1, t.steps - t.warmup_steps)
-    shape = 1 - done if t.decay == "linear" else 0.5 * (1 + math.cos(math.pi * done))
-    return t.lr * (t.final_lr_fraction + (1 - t.final_lr_fraction) * shape)
-
-
-def inner_optimizer(
-    trained: dict[str, Tensor], t: TrainConfig, mean_dims: dict[str, int] | None = None
-) -> torch.optim.Optimizer:
-    """AdamW or SGD; weight decay on matrices alone. `mean_dims`: see `subspace.RowAdamW`, by the parameters' names."""
-    matrices: dict[int | None, list[Tensor]] = {None: []}
-    for name, p in trained.items():
-        if p.dim() >= 2:
-            matrices.setdefault((mean_dims or {}).get(name), []).append(p)
-    vectors = [p for p in trained.values() if p.dim() < 2]
-    groups = [{"params": matrices.pop(None), "weight_decay": t.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    if t.optimizer == "sgd":
-        groups[0]["params"] += itertools.chain(*matrices.values())
-        return torch.optim.SGD(groups, lr=t.lr)
-    if matrices:
-        groups += [{"params": some, "weight_decay": t.weight_decay, "mean_dim": d} for d, some in matrices.items()]
-        return RowAdamW(groups, lr=t.lr, betas=(t.beta1, t.beta2), eps=t.eps)
-    fused = not any(hasattr(p, "device_mesh") for p in trained.values())
-    return torch.optim.AdamW(groups, lr=t.lr, betas=(t.beta1, t.beta2), eps=t.eps, fused=fused)
 
 
 def is_due(every: int, before: int, step: int) -> bool:
@@ -140,17 +110,19 @@ class Trainer:
         )
         #: What the inner optimizer updates, by the names of the parameters; slices share the memory of the whole.
         self.trained: dict[str, Tensor] = sliced or dict(self.model.named_parameters())  # an engine may shard them
-        boundary = make_boundary(m.boundary, config.model, self.model, seed=config.seed) if world.stages > 1 else None
+        own = m.boundary.of_replica(self.replica)
+        boundary = make_boundary(own, config.model, self.model, seed=config.seed) if world.stages > 1 else None
         self.subspace = Unconstrained()
-        if config.constraint is not None:
+        if own.constraint is not None:
             batch = config.local_batch // t.accumulation, t.seq_len
-            self.subspace = Subspace(self.model, m.boundary, world, self.trained, batch, boundary)
+            self.subspace = Subspace(self.model, own, world, self.trained, batch, boundary)
         self.optimizer = inner_optimizer(self.trained, t, self.subspace.mean_dims())
         maybe_compiled = torch.compile if t.compile else lambda f: f
         common = {"autocast": self._autocast, "micro_batches": t.accumulation, "watch": self.subspace.watch}
         if boundary is None:
             self.passes = WholeModel(world, losses=maybe_compiled(self.model.losses), **common)
         else:
+            whole = make_boundary(BoundaryConfig(), config.model, self.model)
             self.passes = Pipeline(
                 boundary,
                 world,
@@ -158,6 +130,7 @@ class Trainer:
                 head_losses=maybe_compiled(self.model.head_losses),
                 routing=m.route,
                 seed=config.seed,
+                evaluating=whole if m.boundary.replicas else None,
                 **common,
             )
 
@@ -172,9 +145,7 @@ class Trainer:
         t, world = self.config.train, self.world
         is_ranked = t.record_ranks and self.is_evaluated(step, before)
         world.step = step
-        lr = learning_rate(step, t)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        lr = set_learning_rate(self.optimizer, step, t)
         self._detach(step)
 
         entropies = self.passes.train(step, self._batches(step))

@@ -8,6 +8,10 @@
 What is sent of x goes through a codec, which may be lossy too: sparse or quantised activations. With error feedback,
 what a message could not say is added to what the next one of the same micro-batch is to say.
 
+Some replicas may have fast links between their stages and compress nothing (`replicas`), as Obeidi et al. (2026,
+arXiv:2601.02360) propose. What is agreed then leaves the subspace, and those that compress train its projection; how
+the two meet is inferred (`local_updates`).
+
 To add a boundary, write a file in this folder with a class that derives from `Boundary` and has `names`.
 
 All of it is computed in fp32, whatever the rest of the step is in. A message is bytes: the encoded values, then token
@@ -76,7 +80,7 @@ def _in_fp32(method: Callable) -> Callable:
 
 
 #: Settings that mean something with every boundary.
-_OF_ALL = ("kind", "codec", "codec_keep", "error_feedback")
+_OF_ALL = ("kind", "codec", "codec_keep", "error_feedback", "replicas")
 
 
 class Boundary(Choice, ABC):

@@ -22,6 +22,8 @@ class BoundaryConfig:
     codec: str = "fp32"  # of what crosses
     codec_keep: float = 1.0  # as method.codec_keep
     error_feedback: bool = False
+    #: How many replicas, the first ones, compress what crosses; 0: all. The others, whose links are fast, do not.
+    replicas: int = number(0, at_least=0)
     # From here on: only for kind = subspace, with one stage too.
     dense_layers: int = number(1, at_least=0)  # the last ones, which are free
     mode: Literal["projected", "reparametrised"] = "projected"
@@ -40,6 +42,10 @@ class BoundaryConfig:
             return None
         return Constraint(self.rank, self.dense_layers, self.mode == "reparametrised", self.basis, self.table)
 
+    def of_replica(self, replica: int) -> BoundaryConfig:
+        """The boundary of one replica: this, or a dense one where it does not compress."""
+        return self if not self.replicas or replica < self.replicas else BoundaryConfig()
+
 
 @dataclass(frozen=True)
 class MethodConfig:
@@ -57,13 +63,25 @@ class MethodConfig:
     peers: str = "all"  # a `peers.Peers` by name: all, group
     group_size: int = number(2, at_least=2)  # n; only for peers = group
     codec: str = "fp32"  # a `codecs.Codec` by name
-    codec_keep: float = number(1.0, above=0)  # topk, dropout, dare: share of the values that is sent
-    outer: str = "average"  # an `outer.OuterOptimizer` by name: average, nesterov, heavy_ball, noloco
+    codec_keep: float = number(1.0, above=0)  # of a sparse codec: share of the values that is sent
+    error_feedback: float = number(0.0, at_least=0, at_most=1)  # beta: share of what messages lost that joins the next
+    basis: str = "values"  # in which outer gradients are encoded, a `bases.Basis` by name: values, tiles, cosines
+    mean: str = "mean"  # of the members' messages, a `means.Mean` by name: mean, senders, median, trimmed, clipped
+    mean_trim: float = number(0.0, at_least=0, below=0.5)  # share left out at each end; only for mean = trimmed
+    byzantine: int = number(0, at_least=0)  # how many replicas, the last ones, send nonsense
+    byzantine_factor: float = -1.0  # what such a replica multiplies its outer gradient by
+    outer: str = "average"  # an `outer.OuterOptimizer` by name: average, nesterov, heavy_ball, sign, noloco, gasloc
     outer_lr: float = number(1.0, at_least=0)
     outer_momentum: float = number(0.0, at_least=0, below=1)
+    #: Points of the run, "VALUE@SHARE" each (`schedule.Points`): factors of outer_lr, and momenta in the place of
+    #: outer_momentum.
+    outer_lr_shape: tuple[str, ...] = ()
+    outer_momentum_points: tuple[str, ...] = ()
     outer_pull: float = number(0.0, at_least=0)  # gamma, towards the peers' slow weights; only for outer = noloco
-    #: What is exchanged together; "patterns": the parameters that each of `fragment_patterns` matches, then the rest.
-    fragments: Literal["whole", "sequential", "strided", "slices", "patterns"] = "whole"
+    #: What is exchanged together; "patterns": the parameters that each of `fragment_patterns` matches, then the rest;
+    #: "balanced": parts of parameters, in `fragment_count` fragments of about as many values.
+    fragments: Literal["whole", "sequential", "strided", "slices", "patterns", "balanced"] = "whole"
+    fragment_count: int = number(1, at_least=1)
     layers_per_fragment: int = number(3, at_least=1)
     fragment_patterns: tuple[str, ...] = ()  # shell patterns of names; only for fragments = patterns
     overlap_steps: tuple[int, ...] = (0,)  # tau: of all replicas, or one for each

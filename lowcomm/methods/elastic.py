@@ -66,7 +66,7 @@ from lowcomm.methods.local_updates import (
     with_settings,
 )
 from lowcomm.methods.outer_state import unflatten_into
-from lowcomm.methods.plan import OUTER, SLOW_WEIGHTS, Plan, Turn
+from lowcomm.methods.plan import OUTER, SLOW_WEIGHTS, Plan, Turn, check_mean
 from lowcomm.settings import ConfigError, first_difference
 
 #: What happens to others, seen from one: the slots that a round has no more, or has again.
@@ -195,10 +195,11 @@ class ElasticUpdates(Engine):
         self.named = named_parameters(model, trained=method.trainable != "slice")
         shapes = {name: tuple(p.shape) for name, p in self.named.items()}
         self.plan = Plan(shapes, method, slots, seed=seed, layers=layers)
-        self._check()
-        self.fragments = fragment_states(self.plan, self.named)
+        quorum = quorum or max(1, slots // 2)
+        self._check(quorum)
+        self.fragments = fragment_states(self.plan, self.named, slot)
         self.one_model = self.plan.peers.one_model
-        self.constrain = None if self.plan.codec.lossless else constrain
+        self.constrain = constrain if self.plan.may_leave_subspace else None
         self._turns = self.plan.all_turns(steps)
         self.steps_done = self.tokens_read = self.missed = 0
         self._tokens = self._sent_tokens = 0  # since the last turn, and in what is under way
@@ -215,7 +216,6 @@ class ElasticUpdates(Engine):
         self._under_way: tuple[int, Future[Round | None]] | None = None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=f"elastic-{slot}")
         stage, stages = (0, 1) if self.world is None else (self.world.stage, self.world.stages)
-        quorum = quorum or max(1, slots // 2)
         own = {"slots": slots, "steps": steps, "seed": seed, "stages": stages, "quorum": quorum}
         self._agree(notes, f"settings/{stage}", begun_with(method, self.named, **{**(begun or {}), **own}))
         who = f"{slot}.{uuid.uuid4().hex[:12]}"
@@ -245,7 +245,7 @@ class ElasticUpdates(Engine):
         """Elastic updates of a model in the world of a replica; `known` as for the constructor, `notes` among them."""
         return cls(model, known.pop("notes"), method=method, world=world, **known)
 
-    def _check(self) -> None:
+    def _check(self, quorum: int) -> None:
         m = self.method
         if m.trainable == "next_fragment":
             raise ConfigError("elastic replicas do not freeze fragments: not method.trainable = next_fragment")
@@ -254,6 +254,12 @@ class ElasticUpdates(Engine):
                 f"elastic replicas that train slices send outer gradients: not method.outer = {m.outer}, as nobody may"
                 " be there to send the parameters of a slice"
             )
+        if m.boundary.replicas:
+            raise ConfigError(
+                f"elastic replicas all compress between their stages, or none does: not method.boundary.replicas ="
+                f" {m.boundary.replicas}"
+            )
+        check_mean(m, quorum if m.peers == "all" else min(quorum, m.group_size))
         apart = m.sync_every_steps // len(self.plan.fragments)
         if (tau := self.plan.overlap(self.slot)) >= apart:
             raise ConfigError(
@@ -445,8 +451,13 @@ class ElasticUpdates(Engine):
     def _payloads(self, turn: Turn) -> list[Payload]:
         fragment, plan = self.fragments[turn.fragment], self.plan
         seed = message_seed(self.seed, turn.step, turn.fragment, self.slot)
-        sections = plan.fragments[turn.fragment].sections if self.method.trainable == "slice" else None
-        found = [Payload(fragment.message(), plan.codec, OUTER, seed, sections)]
+        message = fragment.message(
+            plan.outer_at(turn.step, self.steps),
+            lambda x: plan.read_back(turn.fragment, x, seed),
+            self.constrain,
+            may_be_unsaid=True,
+        )
+        found = [Payload(message, plan.codec, OUTER, seed, plan.sections(turn.fragment), plan.mean.over)]
         if SLOW_WEIGHTS in plan.purposes(turn.number):
             found.append(Payload(fragment.agreed.clone(), plan.fp32, SLOW_WEIGHTS))
         fragment.release()
@@ -462,10 +473,11 @@ class ElasticUpdates(Engine):
         if (met := self.elastic.meet(payloads, tokens, group)) is None:
             return None
         committed, means = met
-        mean, *peers = (value.to(fragment.parameters[0].device) for value in means)
+        mean, peers = (*(value.to(fragment.parameters[0].device) for value in means), None)[:2]
+        mean = fragment.of_mean(mean)
         if self.constrain is not None:
             self.constrain(fragment.values(mean))
-        state = fragment.after(mean, *peers)
+        state = fragment.after(mean, peers, self.plan.outer_at(turn.step, self.steps))
         with self._lock:
             self._version, self._met = committed.id, {turn.fragment: state}
             self._lock.notify_all()
@@ -498,6 +510,8 @@ class ElasticUpdates(Engine):
     def _catch_up(self) -> None:
         """Come to where the others are: the latest round's parameters, at the step after which it was sent."""
         self._end_watch()
+        for fragment in self.fragments:
+            fragment.unsay()
         self._loaded = False
         if (found := self.elastic.catch_up()) is None:
             raise ConfigError(f"slot {self.slot} has another holder, or the run is over and nobody is left of it")
@@ -524,7 +538,7 @@ class ElasticUpdates(Engine):
             version = self._version
             if self.world is not None:
                 version = min(self.world.tell(version, axis="stage"))
-            return self._state(version)
+            return self._state(version) | {name: value.cpu() for name, value in self._own().items()}
 
     def _state(self, version: int) -> dict[str, Tensor]:
         """Return the state as of the round met last, or as of the one before. The lock is held."""
@@ -532,9 +546,13 @@ class ElasticUpdates(Engine):
         state = {
             f"{index}/{name}": value.detach().cpu().clone()
             for index, fragment in enumerate(self.fragments)
-            for name, value in met.get(index, fragment.outer_state()).items()
+            for name, value in met.get(index, fragment.agreed_state()).items()
         }
         return state | {"version": torch.tensor(version)}
+
+    def _own(self) -> dict[str, Tensor]:
+        """Return what is this replica's own of outer state."""
+        return {f"{i}/{name}": v.clone() for i, f in enumerate(self.fragments) for name, v in f.own_state().items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Put back what `state_dict` gave; the model's parameters become those last agreed."""
@@ -554,4 +572,8 @@ class ElasticUpdates(Engine):
 
     def _load(self, raw: bytes) -> None:
         self._loaded = True
-        self.load_state_dict(safetensors.torch.load(raw))
+        own = self._own()
+        if any(self.slot in met.slots for met in self.elastic.roll.rounds if met.id > self._version):
+            for residual in own.values():  # what it kept has been said since, by an earlier start of this slot
+                residual.zero_()
+        self.load_state_dict(own | safetensors.torch.load(raw))

@@ -12,6 +12,12 @@ theta_m for H inner steps; phi are the parameters last agreed. Then
     theta_m  the model's own    phi      `agreed`, flat fp32
     Delta    `delta`            H        `sync_every_steps`
     alpha    `mixing`           tau      `overlap_steps`
+    beta     `error_feedback`   e_m      `residual`
+
+With error feedback, what the codec has lost of a message joins the next one (Seide et al., 2014; with beta < 1,
+SparseLoCo, arXiv:2508.15706, Algorithm 1): of the residual e_m, zero at first,
+
+    a_m = Delta_m + beta e_m,   e_m = a_m - decode(encode(a_m)),   Delta = mean_m decode(encode(a_m))
 
 DiLoCo exchanges the whole model and takes phi as it is (alpha = 0). Streaming DiLoCo (`streaming`) does this for a
 fragment at a time, with tau inner steps between sending Delta_m and applying Delta.
@@ -21,6 +27,9 @@ Federated averaging (local SGD) exchanges theta itself and takes its mean.
 NoLoCo (`noloco`) takes the mean over a random group. Then nothing is agreed by all: each replica has a phi of its own,
 its slow weights, and the outer optimizer also wants the mean of the group's. As this group is known in advance, slow
 weights travel to the next one as soon as they have been updated, while the inner steps go on (section 3.2).
+
+Where only some replicas keep their parameters to a subspace (P projects on it; `boundary.replicas`), what is agreed
+need not lie in it. Those that do train P phi, and Delta_m = P phi - theta_m: of what lies outside they say nothing.
 
 What is exchanged together, when and with whom is the plan's (`plan`); outer optimizers are in `outer` and in their
 papers' files, outer state in `outer_state`. `named` has the papers' methods as classes.
@@ -40,8 +49,8 @@ from torch import Tensor, nn
 from lowcomm.codecs import Codec, message_seed
 from lowcomm.codecs.bits import refuse_non_finite
 from lowcomm.comm.axis import Handle
-from lowcomm.comm.shares import Section
 from lowcomm.comm.world import World
+from lowcomm.methods.bases import Basis, Values
 from lowcomm.methods.config import MethodConfig
 from lowcomm.methods.engine import (
     Change,
@@ -66,19 +75,47 @@ def pairwise_cosine(vectors: list[Tensor]) -> float:
     return float((stacked @ stacked.T).triu(1).sum() / (n * (n - 1) / 2))
 
 
+#: The name of the residual in outer state: a replica's own, where the rest is agreed on.
+RESIDUAL = "residual"
+
+
 class FragmentState:
     """The state that a replica keeps of one fragment: parameters, outer state and optimizer, and transfers under way.
+
+    Args:
+        pieces: its parameters' parts. named: the model's parameters.
+        outer: the outer optimizer.
+        offload: whether outer state is in the CPU's memory.
+        feedback: beta of error feedback; 0 for none.
+        factor: what the replica multiplies its outer gradient by before others see it: 1 where it is honest.
+        basis: in which it is encoded and averaged.
+        keep: what this replica's own parameters and outer gradients are held to, where others' are not.
 
     Attributes: `under_way` and `peers` are the means on their way (of what was sent, and of the next peers' slow
     weights), `due` the step after which the first is applied, `turns` the number of turns it has had.
     """
 
-    def __init__(self, pieces: Sequence[Piece], named: Mapping[str, Tensor], outer: OuterOptimizer, *, offload: bool):
-        self.pieces, self.outer = pieces, outer
+    def __init__(
+        self,
+        pieces: Sequence[Piece],
+        named: Mapping[str, Tensor],
+        outer: OuterOptimizer,
+        *,
+        offload: bool,
+        feedback: float = 0.0,
+        factor: float = 1.0,
+        basis: Basis | None = None,
+        keep: Change | None = None,
+    ):
+        self.pieces, self.outer, self.feedback, self.factor, self._keep = pieces, outer, feedback, factor, keep
+        self._basis, self._shapes = basis or Values(), [piece.shape for piece in pieces]
         self.parameters = [piece.of(named[piece.parameter]) for piece in pieces]
         agreed = flatten(self.parameters).float()
         self.numel = agreed.numel()
-        self._state = OuterState({"agreed": agreed} | outer.buffers(agreed), offload=offload)
+        own = {RESIDUAL: torch.zeros_like(agreed)} if feedback else {}
+        self._state = OuterState({"agreed": agreed} | outer.buffers(agreed) | own, offload=offload)
+        self._stepped = tuple(name for name in self._state.names if name not in own)
+        self._unsaid: Tensor | None = None  # the residual before the message that may have to be taken back
         self.under_way: Handle | None = None
         self.peers: Handle | None = None
         self.due = self.turns = 0
@@ -93,9 +130,10 @@ class FragmentState:
         """Bytes of outer state on the device."""
         return self._state.resident
 
-    def fetch(self, *, whole: bool) -> None:
-        """Begin to bring outer state to the device: all of it, or the parameters alone."""
-        self._state.fetch(*(self._state.names if whole else ["agreed"]))
+    def fetch(self, *, to_apply: bool) -> None:
+        """Begin to bring outer state to the device: what the outer step needs, or what a message is made of."""
+        said = ("agreed", RESIDUAL) if self.feedback else ("agreed",)
+        self._state.fetch(*(self._stepped if to_apply else said))
 
     def delta(self) -> Tensor:
         """The outer gradient: agreed minus the replica's own parameters."""
@@ -103,37 +141,96 @@ class FragmentState:
         (agreed,) = self._state.use("agreed")
         return torch.sub(agreed, theta, out=theta)
 
-    def message(self) -> Tensor:
-        """Return what is to be averaged: the outer gradient, or the parameters themselves."""
-        return flatten(self.parameters).float() if self.outer.sends_parameters else self.delta()
+    def message(
+        self,
+        outer: OuterOptimizer,
+        read_back: Callable[[Tensor], Tensor],
+        constrain: Change | None = None,
+        *,
+        may_be_unsaid: bool = False,
+    ) -> Tensor:
+        """Return what is to be averaged: the outer gradient, or the parameters themselves.
 
-    def apply(self, mean: Tensor, mixing: float, peers: Tensor | None = None) -> None:
+        With error feedback, what earlier messages have lost is added, and what this one loses is kept for the next.
+
+        Args:
+            outer: with the numbers of this turn.
+            read_back: gives what the others make of a message.
+            constrain: what the mean of messages is held to, so that nothing is kept that can never be said.
+            may_be_unsaid: keep what `unsay` needs, until the message's mean is adopted.
+        """
+        (agreed,) = self._state.use("agreed")
+        sent = outer.message(agreed, flatten(self.parameters).float())
+        if self._keep is not None:  # less what is agreed outside, of which this replica has nothing to say
+            self._keep(self.values(sent))
+        if self.factor != 1:
+            sent.mul_(self.factor)
+        if self.feedback:
+            (residual,) = self._state.use(RESIDUAL)
+            self._unsaid = residual.clone() if may_be_unsaid else None
+            sent.add_(residual, alpha=self.feedback)
+            coordinates = self._basis.into(sent, self._shapes)
+            heard = self._basis.back(read_back(coordinates), self._shapes)
+            torch.sub(sent, heard, out=residual)
+            if constrain is not None:
+                constrain(self.values(residual))
+            return coordinates
+        return self._basis.into(sent, self._shapes)
+
+    def of_mean(self, mean: Tensor) -> Tensor:
+        """Return the mean of messages as values of parameters, in their order."""
+        return self._basis.back(mean, self._shapes)
+
+    def change_mean(self, mean: Tensor, change: Change) -> None:
+        """Change in place the mean of messages, as values of parameters."""
+        values = self.of_mean(mean)
+        change(self.values(values))
+        mean.copy_(self._basis.into(values, self._shapes))
+
+    def unsay(self) -> None:
+        """Take the last message back, if its mean has not been adopted: then nobody has heard it."""
+        if self._unsaid is not None:
+            self._state.use(RESIDUAL)[0].copy_(self._unsaid)
+            self._state.release(changed=(RESIDUAL,))
+            self._unsaid = None
+
+    def agreed_state(self) -> dict[str, Tensor]:
+        """Outer state without what is this replica's own, by name. Not to be written."""
+        return {name: self.outer_state()[name] for name in self._stepped}
+
+    def own_state(self) -> dict[str, Tensor]:
+        """What is this replica's own of outer state, as of messages whose means have been adopted."""
+        if not self.feedback:
+            return {}
+        return {RESIDUAL: self.outer_state()[RESIDUAL] if self._unsaid is None else self._unsaid}
+
+    def apply(self, mean: Tensor, mixing: float, peers: Tensor | None, outer: OuterOptimizer) -> None:
         """Take the outer step with the mean of what was sent, then mix: theta <- alpha theta + (1 - alpha) agreed.
 
-        `peers`: as in `OuterOptimizer.step`.
+        `peers`: as in `OuterOptimizer.step`; `outer`: with the numbers of this turn.
         """
-        self._step(self._on_device(), mean, peers)
+        self._step(self._on_device(), mean, peers, outer)
         self._mix(mixing)
 
-    def after(self, mean: Tensor, peers: Tensor | None = None) -> dict[str, Tensor]:
+    def after(self, mean: Tensor, peers: Tensor | None, outer: OuterOptimizer) -> dict[str, Tensor]:
         """Return outer state as `apply` would leave it; that of this fragment stays as it is, until `adopt`."""
         state = {name: value.clone() for name, value in self._on_device().items()}
-        self._step(state, mean, peers)
+        self._step(state, mean, peers, outer)
         return state
 
     def adopt(self, state: Mapping[str, Tensor], mixing: float) -> None:
         """Take outer state that `after` has returned, then mix, as `apply` does."""
         for name, value in self._on_device().items():
             value.copy_(state[name])
+        self._unsaid = None
         self._mix(mixing)
 
     def _on_device(self) -> dict[str, Tensor]:
-        names = self._state.names
-        return dict(zip(names, self._state.use(*names), strict=True))
+        return dict(zip(self._stepped, self._state.use(*self._stepped), strict=True))
 
-    def _step(self, state: dict[str, Tensor], mean: Tensor, peers: Tensor | None) -> None:
+    def _step(self, state: dict[str, Tensor], mean: Tensor, peers: Tensor | None, outer: OuterOptimizer) -> None:
         buffers = {name: value for name, value in state.items() if name != "agreed"}
-        self.outer.step(state["agreed"], mean, buffers, peers)
+        outer.step(state["agreed"], mean, buffers, peers)
 
     def _mix(self, mixing: float) -> None:
         (agreed,) = self._state.use("agreed")
@@ -142,11 +239,13 @@ class FragmentState:
         else:
             theta = flatten(self.parameters)
             unflatten_into(theta.mul_(mixing).add_(agreed, alpha=1 - mixing), self.parameters)
-        self._state.release(changed=True)
+        if self._keep is not None:
+            self._keep([(piece.parameter, p.detach()) for piece, p in zip(self.pieces, self.parameters, strict=True)])
+        self._state.release(changed=self._state.names)
 
     def release(self) -> None:
         """Outer state is not needed until the mean has come."""
-        self._state.release(changed=False)
+        self._state.release(changed=(RESIDUAL,) if self.feedback else ())
 
     def values(self, flat: Tensor) -> list[tuple[str, Tensor]]:
         """Flat values, as of `agreed`, in the shapes of the fragment's pieces, with their parameters' names."""
@@ -166,10 +265,10 @@ class FragmentState:
         """Change outer state in place."""
         for flat in self._state.use(*self._state.names):
             change(self.values(flat))
-        self._state.release(changed=True)
+        self._state.release(changed=self._state.names)
 
     def outer_state(self) -> dict[str, Tensor]:
-        """The parameters last agreed and the outer optimizer's buffers, by name. Not to be written."""
+        """The parameters last agreed, the outer optimizer's buffers and the residual, by name. Not to be written."""
         return self._state.read()
 
     def put_outer_state(self, state: Mapping[str, Tensor]) -> None:
@@ -194,10 +293,14 @@ class FragmentState:
         self.due, self.turns = int(state["due"]), int(state["turns"])
 
 
-def fragment_states(plan: Plan, named: Mapping[str, Tensor]) -> list[FragmentState]:
-    """Return the state of each of a plan's fragments, as training begins."""
-    offload = plan.method.offload_outer
-    return [FragmentState(f.pieces, named, plan.outer, offload=offload) for f in plan.fragments]
+def fragment_states(
+    plan: Plan, named: Mapping[str, Tensor], replica: int, keep: Change | None = None
+) -> list[FragmentState]:
+    """Return the state that a replica has of each of a plan's fragments, as training begins; `keep` as for each."""
+    m = plan.method
+    asked = {"offload": m.offload_outer, "feedback": m.error_feedback, "factor": plan.factor(replica)}
+    asked |= {"basis": plan.basis, "keep": keep}
+    return [FragmentState(f.pieces, named, plan.outer, **asked) for f in plan.fragments]
 
 
 def whole_parameters(
@@ -237,7 +340,8 @@ class LocalUpdates(Engine):
         steps: of the whole run, where they are known: what nobody would need after them is not sent then. (NoLoCo sends
             slow weights ahead for a next turn.)
         broadcast: begin with the weights and buffers of replica 0, as all replicas must begin alike.
-        constrain: changes the means that arrive in place, where a constraint must hold that a lossy codec breaks.
+        constrain: changes the means that arrive in place, where a constraint must hold that a lossy codec breaks; where
+            only some replicas keep to it (`boundary.replicas`), their own outer gradients and parameters instead.
         layers: as for `Plan`.
 
     Attributes: `plan` (what is sent), `fragments` (its state), `steps_done`.
@@ -272,10 +376,12 @@ class LocalUpdates(Engine):
             told = begun_with(method, self.named, seed=seed, steps=steps, layers=layers)
             world.agree(told, axis="replica")
             broadcast_weights(model, world)
-        self.fragments = fragment_states(self.plan, self.named)
+        some = method.boundary.replicas > 0
+        self.fragments = fragment_states(self.plan, self.named, world.replica, constrain if some else None)
         self.one_model = self.plan.peers.one_model
         self.overlap = self.plan.overlap(self.world.replica)
-        self.constrain = None if self.plan.codec.lossless else constrain
+        self.constrain = constrain if self.plan.may_leave_subspace and not some else None
+        self.plan.outer_at(0, steps)
         self.steps_done = 0
         self._prepare()
 
@@ -321,10 +427,10 @@ class LocalUpdates(Engine):
         """Begin to fetch the outer state that the next step's turns need; freeze and thaw."""
         step = self.steps_done + 1
         for index in self.plan.turns(step):
-            self.fragments[index].fetch(whole=False)
+            self.fragments[index].fetch(to_apply=False)
         for fragment in self.fragments:
             if fragment.under_way is not None and fragment.due <= step:
-                fragment.fetch(whole=True)
+                fragment.fetch(to_apply=True)
         if self.method.trainable == "next_fragment":
             following = next(turns[0] for s in itertools.count(step) if (turns := self.plan.turns(s)))
             for index, fragment in enumerate(self.fragments):
@@ -338,20 +444,17 @@ class LocalUpdates(Engine):
         if plan.is_plain(index) and len(group) == world.replicas and not ahead:
             refuse_non_finite(x, x.abs().max())
             return world.mean_async(x, purpose=purpose)
-        sections: Sequence[Section] | None = None
-        if self.method.trainable == "slice" and not ahead:
-            sections = plan.fragments[index].sections
-        return world.encoded_mean_async(
-            x, codec, purpose=purpose, seed=seed, group=group, sections=sections, ahead=ahead
-        )
+        of_outer = {} if ahead else {"sections": plan.sections(index), "reduce": plan.mean.over}
+        return world.encoded_mean_async(x, codec, purpose=purpose, seed=seed, group=group, ahead=ahead, **of_outer)
 
     def _send(self, index: int, logged: dict[str, float]) -> None:
         fragment, step = self.fragments[index], self.steps_done
-        sent = fragment.message()
+        seed = message_seed(self.seed, step, index, self.world.replica)
+        outer = self.plan.outer_at(step, self.steps)
+        sent = fragment.message(outer, lambda message: self.plan.read_back(index, message, seed), self.constrain)
         if self.method.record_cosine and self.world.replicas > 1:
             deltas = self.world.exchange(fragment.delta(), purpose="analysis")
             logged["cosine" if len(self.fragments) == 1 else f"cosine_{index}"] = pairwise_cosine(deltas)
-        seed = message_seed(self.seed, step, index, self.world.replica)
         fragment.under_way = self._mean(sent, index, self.plan.codec, purpose=OUTER, seed=seed)
         fragment.turns += 1
         fragment.due = step + self.overlap
@@ -360,13 +463,14 @@ class LocalUpdates(Engine):
 
     def _apply(self, index: int) -> None:
         fragment = self.fragments[index]
-        mean = fragment.under_way.wait()
+        mean = fragment.of_mean(fragment.under_way.wait())
         fragment.under_way = None
         peers = None if fragment.peers is None else fragment.peers.wait()
         fragment.peers = None
         if self.constrain is not None:
             self.constrain(fragment.values(mean))
-        fragment.apply(mean, self.method.mixing, peers)
+        outer = self.plan.outer_at(fragment.due - self.overlap, self.steps)
+        fragment.apply(mean, self.method.mixing, peers, outer)
         if fragment.outer.needs_peers and self._has_turns_left(index):
             slow = fragment.agreed.to(self.world.device, copy=True)
             fragment.peers = self._mean(slow, index, self.plan.fp32, purpose=SLOW_WEIGHTS, ahead=True)
@@ -399,10 +503,12 @@ class LocalUpdates(Engine):
         """Change in place what is kept of parameters: outer state and the means that have arrived."""
         for fragment in self.fragments:
             fragment.map(change)
-            for name, arrived in fragment.arrived(self.world).items():
-                if name == "under_way" and self.constrain is not None:
-                    self.constrain(fragment.values(arrived))
-                change(fragment.values(arrived))
+            arrived = fragment.arrived(self.world)
+            if (mean := arrived.get("under_way")) is not None:
+                for each in filter(None, (self.constrain, change)):
+                    fragment.change_mean(mean, each)
+            if (peers := arrived.get("peers")) is not None:
+                change(fragment.values(peers))
 
     def state_dict(self) -> dict[str, Tensor]:
         """Outer state, means under way (waited for), and how far each fragment is; this rank's own."""
@@ -442,7 +548,7 @@ def with_settings(method: MethodConfig, settings: Mapping[str, Any]) -> MethodCo
         if name not in fields:
             raise ConfigError(f"no setting of a method is named {name!r}{nearest(name, fields)}")
     found = dict(settings)
-    for name in ("overlap_steps", "sliced", "fragment_patterns"):
+    for name in ("overlap_steps", "sliced", "fragment_patterns", "outer_lr_shape", "outer_momentum_points"):
         if name in found:
             value = found[name]
             found[name] = (value,) if isinstance(value, int | str) else tuple(value)

@@ -63,3 +63,60 @@ class NoLoCo(LocalUpdates):
         peers="group",
         sync_every_steps=50,
     )
+
+
+class SparseLoCo(LocalUpdates):
+    """SparseLoCo (arXiv:2508.15706): the largest 64 of 4,096 values in 2 bits, with error feedback and no momentum.
+
+    146 times fewer bytes than DiLoCo. H = 15, beta = 0.95 and an outer learning rate of 1 as in its public code, whose
+    mean is over those that have sent a value (`mean = "senders"`); its Algorithm 1 has the mean over all.
+    """
+
+    default = MethodConfig(
+        "parameters",
+        outer="heavy_ball",
+        outer_lr=1.0,
+        sync_every_steps=15,
+        codec="chunk_topk_2bit",
+        codec_keep=64 / 4096,
+        basis="tiles",
+        error_feedback=0.95,
+        mean="senders",
+    )
+
+
+class DeMo(LocalUpdates):
+    """DeMo (arXiv:2411.19870): each step the largest 32 of 64 x 64 cosines of what has not been sent yet, and its sign.
+
+    The decay is 0.999, as in its public code. It wants plain SGD inside, so that an outer gradient is a gradient times
+    the inner learning rate, and an outer learning rate of what AdamW's would be; the inner rate then cancels.
+    """
+
+    default = MethodConfig(
+        "parameters",
+        outer="sign",
+        outer_lr=0.001,
+        sync_every_steps=1,
+        codec="chunk_topk",
+        codec_keep=32 / 4096,
+        basis="cosines",
+        error_feedback=0.999,
+        mean="senders",
+    )
+
+
+class GASLoC(LocalUpdates):
+    """GASLoC (arXiv:2606.11081): DiLoCo's momentum over random pairs, each replica's own.
+
+    With `peers = "all"` it is DiLoCo. H = 30, eta = 0.7 and gamma = 0.6 are ours. There is no one model: `evaluated`
+    shows each replica's own parameters as last averaged, `weights` their mean.
+    """
+
+    default = MethodConfig(
+        "parameters",
+        outer="gasloc",
+        outer_lr=0.7,
+        outer_momentum=0.6,
+        peers="group",
+        sync_every_steps=30,
+    )

@@ -49,7 +49,8 @@ class PulledMomentum(HeavyBall):
     Where pull = lr, as in the public code, the peers' slow weights cancel: lr * Delta + pull * (agreed - peers) is
     lr * (agreed - theta), with theta the mean of the group's fast weights. So in `one_message` the parameters
     themselves travel, half the bytes of outer gradients and slow weights. (It takes a lossless codec, as errors of
-    parameters would be errors of all that has been learnt, and replicas that all train every parameter.)
+    parameters would be errors of all that has been learnt, replicas that all train every parameter, an ordinary mean,
+    and a rate that stays as it is.)
     """
 
     names = ("noloco",)
@@ -65,7 +66,8 @@ class PulledMomentum(HeavyBall):
     def of(cls, method: MethodConfig) -> PulledMomentum:
         """The momentum with alpha, beta and gamma of a method, in one message where that is the same."""
         lossless = make_codec(method.codec, method.codec_keep, where="method.codec").lossless
-        one_message = method.outer_pull == method.outer_lr and lossless and method.trainable != "slice"
+        plain = lossless and method.trainable != "slice" and method.mean == "mean" and not method.outer_lr_shape
+        one_message = plain and method.outer_pull == method.outer_lr
         return cls(method.outer_lr, method.outer_momentum, method.outer_pull, one_message=one_message)
 
     @classmethod

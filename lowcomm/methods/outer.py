@@ -23,8 +23,9 @@ class OuterOptimizer(Choice, ABC):
         needs_peers: whether it wants to know the mean of the peers' own outer parameters, which may differ.
         sends_parameters: whether the parameters themselves are averaged, in place of outer gradients.
             Both may depend on its numbers.
-        linear: whether its buffers are linear in the outer gradients, as a momentum is. Only such buffers can be
-            carried into another subspace when it moves; second moments are not linear.
+        linear: whether its steps and buffers are linear in the outer gradients, as a momentum is. Only such steps keep
+            to a subspace as outer gradients do, and only such buffers can be carried into another; second moments are
+            not linear.
     """
 
     needs_peers: bool = False
@@ -44,9 +45,18 @@ class OuterOptimizer(Choice, ABC):
     def buffers(self, agreed: Tensor) -> dict[str, Tensor]:
         """State for parameters [n] as it begins, by name; each tensor has the shape of `agreed`."""
 
+    def message(self, agreed: Tensor, own: Tensor) -> Tensor:
+        """Return what is averaged [n], of the parameters last agreed and a replica's own, which is scratch afterwards.
+
+        By default the outer gradient, agreed minus own, or, with `sends_parameters`, its own parameters.
+        """
+        return own if self.sends_parameters else torch.sub(agreed, own, out=own)
+
     @abstractmethod
     def step(self, agreed: Tensor, delta: Tensor, buffers: dict[str, Tensor], peers: Tensor | None = None) -> None:
         """agreed [n] <- OuterOpt(agreed, delta), and its buffers, in place; `delta` and `peers` are scratch afterwards.
+
+        `delta`: the mean of the group's messages.
 
         `peers`: the mean of the peers' `agreed`, where it is needed and not known to equal this one's.
         """
@@ -110,6 +120,33 @@ class Nesterov(Momentum):
 
     names = ("nesterov",)
     nesterov = True
+
+
+class SignDescent(OuterOptimizer):
+    """agreed <- agreed - lr sign(delta): of DeMo, whose momentum is what its messages have not sent yet."""
+
+    names = ("sign",)
+    linear = False
+
+    def __init__(self, lr: float):
+        self.lr = lr
+
+    @classmethod
+    def of(cls, method: MethodConfig) -> SignDescent:
+        """Sign descent with the learning rate of a method."""
+        return cls(method.outer_lr)
+
+    @classmethod
+    def check(cls, method: MethodConfig, replicas: int) -> None:
+        """Refuse a momentum, of which it has none."""
+        if method.outer_momentum:
+            raise ConfigError(f"method.outer_momentum = {method.outer_momentum} means nothing with method.outer = sign")
+
+    def buffers(self, agreed: Tensor) -> dict[str, Tensor]:
+        return {}
+
+    def step(self, agreed: Tensor, delta: Tensor, buffers: dict[str, Tensor], peers: Tensor | None = None) -> None:
+        agreed.add_(delta.sign_(), alpha=-self.lr)
 
 
 class HeavyBall(Momentum):

@@ -1,13 +1,15 @@
 """Outer state: flat fp32 tensors beside the model, on the accelerator or in the CPU's memory.
 
-Outer state is the parameters last agreed and the outer optimizer's buffers. It may live off the accelerator (Streaming
-DiLoCo, section 2.5): only what a turn needs is on the device, from shortly before the turn until it is over. NoLoCo's
-mean of the next peers' slow weights is received on the device and stays there until its turn.
+Outer state is the parameters last agreed, the outer optimizer's buffers and, with error feedback, the residual. It may
+live off the accelerator (Streaming DiLoCo, section 2.5): only what a turn needs is on the device, from shortly before
+the turn until it is over. NoLoCo's mean of the next peers' slow weights is received on the device and stays there until
+its turn.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
@@ -78,16 +80,16 @@ class OuterState:
                 self._here[name].record_stream(current)
         return [self._here[n] for n in names]
 
-    def release(self, *, changed: bool) -> None:
-        """Let go of the copies on the device, written home if they have `changed`."""
+    def release(self, *, changed: Collection[str]) -> None:
+        """Let go of the copies on the device; those that have `changed` are written home."""
         if self._here is self._home:
             return
         if changed:
             if self._stream is not None:
                 self._stream.wait_stream(torch.cuda.current_stream(self.device))
             with torch.cuda.stream(self._stream):
-                for name, value in self._here.items():
-                    self._home[name].copy_(value, non_blocking=True)
+                for name in self._here.keys() & set(changed):
+                    self._home[name].copy_(self._here[name], non_blocking=True)
         self._here = {}
 
     def read(self) -> dict[str, Tensor]:

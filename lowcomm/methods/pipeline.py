@@ -100,6 +100,7 @@ class Pipeline:
         routing: "fixed", or random anew each step or each micro-batch.
         seed: of the routes.
         watch: called after each backward pass through the stage's layers.
+        evaluating: what messages say where the model is evaluated; by default as in training.
     """
 
     def __init__(
@@ -114,9 +115,10 @@ class Pipeline:
         routing: Routing,
         seed: int,
         watch: Callable[[], None],
+        evaluating: Boundary | None = None,
     ):
         self.watch = watch
-        self.boundary, self.world = boundary, world
+        self.boundary, self.evaluating, self.world = boundary, evaluating or boundary, world
         self.hidden, self.head_losses, self.autocast = hidden, head_losses, autocast
         self.micro_batches, self.routing, self.seed = micro_batches, routing, seed
         self.first, self.last = world.stage == 0, world.stage == world.stages - 1
@@ -209,7 +211,7 @@ class Pipeline:
     @torch.no_grad()
     def evaluate(self, tokens: Tensor) -> Tensor | None:
         """The cross-entropy of tokens [B, T + 1] along the fixed route, at the last stage."""
-        route, boundary = fixed_route(self.world.stages, self.world.replicas), self.boundary
+        route, boundary = fixed_route(self.world.stages, self.world.replicas), self.evaluating
         x = ids = tokens[:, :-1]
         if not self.first:
             nbytes = boundary.activation_bytes(x.numel())

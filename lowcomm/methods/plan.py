@@ -12,6 +12,7 @@ Whatever cannot work, its constructor refuses.
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import itertools
 import re
@@ -19,14 +20,20 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from lowcomm.choices import check_settings, choose
-from lowcomm.codecs import make_codec
+from lowcomm.codecs import in_one_piece, make_codec
+from lowcomm.comm.encoded import read_back
 from lowcomm.comm.shares import Section, encoded_mean_in_shares, owned_mean_bytes
+from lowcomm.methods.bases import Basis
 from lowcomm.methods.config import MethodConfig
+from lowcomm.methods.means import Mean
 from lowcomm.methods.outer import OuterOptimizer
 from lowcomm.methods.partial import Piece, pieces
 from lowcomm.methods.peers import Peers
-from lowcomm.methods.streaming import Schedule, layer_fragments
+from lowcomm.methods.schedule import Points
+from lowcomm.methods.streaming import Schedule, balanced, layer_fragments
 from lowcomm.settings import ConfigError, check_bounds
 
 #: What the bytes of an exchange are billed as: the outer gradients' mean, and NoLoCo's slow weights ahead of it.
@@ -69,9 +76,11 @@ def check_method(method: MethodConfig, replicas: int) -> None:
     defaults = MethodConfig(method.exchange)
     check_settings(Peers, method.peers, "method.peers", method, defaults)
     check_settings(OuterOptimizer, method.outer, "method.outer", method, defaults)
-    make_codec(method.codec, method.codec_keep, where="method.codec")
+    check_settings(Mean, method.mean, "method.mean", method, defaults)
+    choose(Basis, method.basis, "method.basis")
     choose(Peers, method.peers, "method.peers").check(method, replicas)
-    choose(OuterOptimizer, method.outer, "method.outer").check(method, replicas)
+    _check_outer(method, replicas)
+    _check_messages(method, defaults, replicas)
     _check_fragments(method, defaults)
     _check_slices(method, defaults, replicas)
     if len(method.overlap_steps) not in (1, replicas):
@@ -87,9 +96,71 @@ def check_method(method: MethodConfig, replicas: int) -> None:
             )
 
 
+def _points(method: MethodConfig) -> dict[str, Points]:
+    """The points that settings of the outer optimizer follow, by the name of the setting that has the points."""
+    found = {key: getattr(method, key) for key in ("outer_lr_shape", "outer_momentum_points")}
+    return {key: Points(texts, f"method.{key}") for key, texts in found.items() if texts}
+
+
+def _with_points(method: MethodConfig, now: Mapping[str, float]) -> MethodConfig:
+    """The method with the numbers that its points give at one step."""
+    lr = method.outer_lr * now.get("outer_lr_shape", 1.0)
+    return dataclasses.replace(
+        method, outer_lr=lr, outer_momentum=now.get("outer_momentum_points", method.outer_momentum)
+    )
+
+
+def _check_outer(method: MethodConfig, replicas: int) -> None:
+    """Raise ConfigError where the outer optimizer does not work with the method, at any point of the run."""
+    cls, points = choose(OuterOptimizer, method.outer, "method.outer"), _points(method)
+    cls.check(method, replicas)
+    for key, of in points.items():
+        for value in of.values:
+            changed = _with_points(method, {key: value})
+            try:
+                check_bounds("method", changed)
+                cls.check(changed, replicas)
+            except ConfigError as error:
+                raise ConfigError(f"method.{key}: {error}") from None
+
+
+def check_mean(method: MethodConfig, members: int) -> None:
+    """Raise ConfigError where so many members are too few for a mean; of each value, where replicas train slices."""
+    choose(Mean, method.mean, "method.mean").check(method, members // method.slices)
+
+
+def _check_messages(method: MethodConfig, defaults: MethodConfig, replicas: int) -> None:
+    peers = choose(Peers, method.peers, "method.peers")
+    if make_codec(method.codec, method.codec_keep, where="method.codec").lossless:
+        for key in ("error_feedback", "basis"):
+            if getattr(method, key) != getattr(defaults, key):
+                raise ConfigError(
+                    f"method.{key} = {getattr(method, key)} means nothing with method.codec = {method.codec}, which"
+                    " loses nothing"
+                )
+    if method.error_feedback and method.codec == "dare":
+        raise ConfigError(
+            "method.error_feedback with method.codec = dare grows without bound: it scales what it keeps; use dropout"
+        )
+    check_mean(method, method.group_size if "group_size" in peers.settings else replicas)
+    if not method.byzantine and method.byzantine_factor != defaults.byzantine_factor:
+        raise ConfigError(f"method.byzantine_factor = {method.byzantine_factor} means nothing with byzantine = 0")
+    if method.byzantine >= max(1, replicas):
+        raise ConfigError(f"method.byzantine = {method.byzantine} must leave one or more of {replicas} replicas honest")
+    outer = choose(OuterOptimizer, method.outer, "method.outer").of(method)
+    for key in ("byzantine", "mean"):
+        if outer.sends_parameters and getattr(method, key) != getattr(defaults, key):
+            raise ConfigError(
+                f"method.{key} = {getattr(method, key)} is about outer gradients: not with method.outer ="
+                f" {method.outer}, of which parameters travel"
+            )
+
+
 def _check_fragments(method: MethodConfig, defaults: MethodConfig) -> None:
     layered = method.fragments in ("sequential", "strided")
-    for key, meant in (("layers_per_fragment", layered), ("fragment_patterns", method.fragments == "patterns")):
+    belongs = {"fragment_patterns": "patterns", "fragment_count": "balanced"}
+    meant_by = {"layers_per_fragment": layered} | {key: method.fragments == kind for key, kind in belongs.items()}
+    for key, meant in meant_by.items():
         if not meant and getattr(method, key) != getattr(defaults, key):
             raise ConfigError(f"method.{key} means nothing with method.fragments = {method.fragments}")
     if method.fragments == "patterns" and not method.fragment_patterns:
@@ -126,8 +197,8 @@ class Plan:
         seed: of random groups; the same on all replicas.
         layers: of the whole model, where `shapes` are a stage's; only for sliced = layers.
 
-    Attributes: `fragments` in the order of their numbers, `schedule`, `peers`, `codec`, `outer` (the outer
-    optimizer), and what it was made of.
+    Attributes: `fragments` in the order of their numbers, `schedule`, `peers`, `codec`, `basis`, `mean`, `outer`
+    (the outer optimizer), and what it was made of.
 
     Raises ConfigError that names the settings that clash.
     """
@@ -145,7 +216,13 @@ class Plan:
         self.method, self.replicas, self.seed = method, replicas, seed
         self.peers = choose(Peers, method.peers, "method.peers").of(method, seed)
         self.codec = make_codec(method.codec, method.codec_keep, where="method.codec")
-        self.outer = choose(OuterOptimizer, method.outer, "method.outer").of(method)
+        self._outer = choose(OuterOptimizer, method.outer, "method.outer")
+        self.outer = self._outer.of(method)
+        self._points = _points(method)
+        self.basis = choose(Basis, method.basis, "method.basis")()
+        self.mean = choose(Mean, method.mean, "method.mean").of(method)
+        if not self.mean.by_coordinate:
+            self.codec = in_one_piece(self.codec)
         self.fp32 = make_codec("fp32")
         found = pieces(shapes, method.sliced, method.slices, layers or _layer_count(shapes))
         groups = _groups(found, method)
@@ -194,6 +271,15 @@ class Plan:
                 had[fragment] += 1
         return found
 
+    def outer_at(self, step: int, steps: int | None) -> OuterOptimizer:
+        """Return the outer optimizer with the numbers of a turn, after `step` of a run of `steps`."""
+        if not self._points:
+            return self.outer
+        if steps is None:
+            raise ConfigError(f"method.{next(iter(self._points))} needs the steps of the whole run: steps=...")
+        now = {key: points.at(step / steps) for key, points in self._points.items()}
+        return self._outer.of(_with_points(self.method, now))
+
     # Among whom
 
     def group(self, fragment: int, turn: int, replica: int, *, present: Sequence[int] | None = None) -> list[int]:
@@ -208,7 +294,25 @@ class Plan:
     def is_plain(self, fragment: int) -> bool:
         """Tell whether turns of this fragment with all replicas are ordinary means of fp32 values, in two phases."""
         everyone = self.peers.most(self.replicas) == self.replicas
-        return self.codec.lossless and self.method.trainable != "slice" and everyone
+        plain = self.codec.lossless and self.mean.is_ordinary
+        return plain and self.method.trainable != "slice" and everyone
+
+    def sections(self, fragment: int) -> Sequence[Section] | None:
+        """The sections of a fragment's message that have owners of their own; None where all own everything."""
+        return self.fragments[fragment].sections if self.method.trainable == "slice" else None
+
+    @property
+    def may_leave_subspace(self) -> bool:
+        """Tell whether the mean of messages that keep to a subspace may leave it."""
+        return not (self.codec.lossless and self.mean.is_ordinary)
+
+    def factor(self, replica: int) -> float:
+        """What a replica multiplies its outer gradients by: 1 where it is honest."""
+        return 1.0 if replica < self.replicas - self.method.byzantine else self.method.byzantine_factor
+
+    def read_back(self, fragment: int, message: Tensor, seed: int) -> Tensor:
+        """Return what the others make of a replica's message of a fragment."""
+        return read_back(message, self.codec, seed, self.sections(fragment))
 
     # In how many bytes
 
@@ -270,6 +374,12 @@ def _groups(found: list[Piece], method: MethodConfig) -> list[list[Piece]]:
     """The pieces of each fragment; what belongs to no layer, slice or pattern comes last, if there is any."""
     if method.fragments == "whole":
         return [found]
+    if method.fragments == "balanced":
+        if method.fragment_count > len(found):
+            raise ConfigError(
+                f"method.fragment_count = {method.fragment_count} is more than the {len(found)} parts of parameters"
+            )
+        return [[found[i] for i in group] for group in balanced([p.numel for p in found], method.fragment_count)]
     if method.fragments == "slices":
         keys = {piece: piece.owner for piece in found}
         # A stage of a pipeline may hold none of the layers of a slice, and then has no fragment of it.

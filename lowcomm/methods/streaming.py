@@ -24,6 +24,7 @@ Which parameters are a fragment's, and what it sends, says `plan.Plan`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -43,6 +44,21 @@ def layer_fragments(layers: int, layers_per_fragment: int, pattern: Pattern) -> 
     return tuple(
         tuple(range(p * layers_per_fragment, min(layers, (p + 1) * layers_per_fragment))) for p in range(count)
     )
+
+
+def balanced(sizes: Sequence[int], count: int) -> list[list[int]]:
+    """Places of so many sizes in `count` groups of about equal sums: each, the largest first, joins the least group.
+
+    Decoupled DiLoCo (arXiv:2604.21428) balances its fragments, so that no turn is longer than another. No group is
+    larger than 4/3 of what is possible (Graham, 1969).
+    """
+    groups: list[list[int]] = [[] for _ in range(count)]
+    sums = [0] * count
+    for place in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        least = sums.index(min(sums))
+        groups[least].append(place)
+        sums[least] += sizes[place]
+    return [sorted(group) for group in groups]
 
 
 @dataclass(frozen=True)

@@ -170,7 +170,7 @@ class MemoryCount:
     weights: int
     gradients: int
     optimizer: int
-    outer: int  # the copy last agreed and the outer momentum
+    outer: int  # the copy last agreed, the outer momentum, and what else the method keeps of each value
     outer_on_device: int  # the most of `outer` that is on the accelerator at a time
 
     @property
@@ -185,13 +185,16 @@ def memory(
     outer_buffers: int,
     fetched: int | None = None,
     trained: int | None = None,
+    matrices: int = 0,
     gradient_bytes: int = 4,
 ) -> MemoryCount:
     """Memory of one replica: `numel` parameters in fp32, and outer buffers of the same size.
 
-    DiLoCo has 2, the parameters last agreed and a momentum; NoLoCo 3, with the mean of its next peers' slow weights.
+    DiLoCo has 2, the parameters last agreed and a momentum; NoLoCo 3, with the mean of its next peers' slow weights;
+    error feedback adds one, the residual.
 
-    AdamW keeps two moments per parameter, SGD none (its step counters are not counted). `fetched`: values of outer
+    AdamW keeps two moments per parameter (its step counters are not counted), SGD none, and Muon one of the values of
+    its `matrices`, with two of the rest. `fetched`: values of outer
     state that are on the accelerator at a time, where it is kept elsewhere and fetched for a fragment's turn (Streaming
     DiLoCo, section 2.5). `trained`: values that this replica trains, where it is not all of them; what is frozen has
     neither gradient nor moments. `gradient_bytes`: 2 where they are in bf16.
@@ -199,4 +202,5 @@ def memory(
     trained = numel if trained is None else trained
     outer = 4 * numel * outer_buffers
     on_device = outer if fetched is None else 4 * fetched
-    return MemoryCount(4 * numel, gradient_bytes * trained, 8 * trained if inner == "adamw" else 0, outer, on_device)
+    moments = 0 if inner == "sgd" else 2 * trained - matrices
+    return MemoryCount(4 * numel, gradient_bytes * trained, 4 * moments, outer, on_device)

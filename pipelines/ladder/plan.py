@@ -203,12 +203,16 @@ class Ladder:
         found: dict[str, dict[str, Any]] = {"train": {}, "model": {}, "method": {}}
         if "lr" in values:
             found["train"]["lr"] = values["lr"]
+        if "muon" in values:
+            found["train"]["muon_lr"] = values["muon"]
         if "warmup" in values:
             found["train"]["warmup_steps"] = round(values["warmup"] * plain.train.steps)
         if "embedding" in values:
             found["model"]["embedding_std"] = values["embedding"]
         method = plain.method
         if plain.exchanges_parameters and method.outer != "average" and {"gain", "momentum"} & set(values):
+            if method.outer_momentum_points:
+                raise ConfigError(f"row {row.name}: gain and momentum mean nothing where they follow points of the run")
             momentum = values.get("momentum", method.outer_momentum)
             gain = values.get("gain", method.outer_lr / (1 - method.outer_momentum))
             rate = float(f"{gain * (1 - momentum):.6g}")

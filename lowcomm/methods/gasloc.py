@@ -1,0 +1,60 @@
+"""GASLoC (Cagnasso et al., 2026, arXiv:2606.11081): an outer momentum over gossip, of which DiLoCo is one case.
+
+A replica begins its inner steps at theta_i and moves by g_i. With W the weights by which neighbours average,
+
+    x_i'     = sum_j W_ij (theta_j + eta g_j)
+    theta_i' = x_i' + gamma (x_i' - x_i)
+
+where x_i is x_i' of the turn before, theta_i at first. On the complete graph (`peers = all`) this is Nesterov's
+momentum in its other form, and the method is DiLoCo; over random pairs (`peers = group`) it is a neighbour of NoLoCo,
+whose momentum is of what the group has moved and not of what the replica itself has. Whatever W is, as long as its
+columns sum to one, the mean over replicas moves as DiLoCo's agreed parameters would with the same outer gradients.
+
+    symbol   name here    symbol   name here
+    eta      `lr`         gamma    `momentum`
+    theta_i  `agreed`     x_i      the buffer `averaged`
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowcomm.codecs import make_codec
+from lowcomm.methods.config import MethodConfig
+from lowcomm.methods.outer import OuterOptimizer
+from lowcomm.settings import ConfigError
+
+
+class GossipMomentum(OuterOptimizer):
+    """Momentum of averaged parameters: one message of parameters per turn, whatever the graph."""
+
+    names = ("gasloc",)
+    sends_parameters = True
+
+    def __init__(self, lr: float, momentum: float):
+        self.lr, self.momentum = lr, momentum
+
+    @classmethod
+    def of(cls, method: MethodConfig) -> GossipMomentum:
+        """The momentum with eta and gamma of a method."""
+        return cls(method.outer_lr, method.outer_momentum)
+
+    @classmethod
+    def check(cls, method: MethodConfig, replicas: int) -> None:
+        """Refuse codecs that lose something, as errors of parameters would be errors of all that has been learnt."""
+        if not make_codec(method.codec, method.codec_keep, where="method.codec").lossless:
+            raise ConfigError(
+                f"method.outer = gasloc sends parameters, so method.codec must be fp32, not {method.codec}"
+            )
+
+    def buffers(self, agreed: Tensor) -> dict[str, Tensor]:
+        return {"averaged": agreed.clone()}
+
+    def message(self, agreed: Tensor, own: Tensor) -> Tensor:
+        return torch.lerp(agreed, own, self.lr)
+
+    def step(self, agreed: Tensor, delta: Tensor, buffers: dict[str, Tensor], peers: Tensor | None = None) -> None:
+        averaged = buffers["averaged"]
+        torch.lerp(averaged, delta, 1 + self.momentum, out=agreed)
+        averaged.copy_(delta)

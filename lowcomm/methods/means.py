@@ -1,0 +1,177 @@
+"""Means: what a group makes of the messages of its members.
+
+An ordinary mean lets a single replica that sends nonsense decide. The robust ones bound what a few can do: the
+coordinate-wise median and trimmed mean (Yin et al., 2018, arXiv:1803.01498), and clipping to the median norm, as
+Covenant-72B has it for outer gradients. Members that move in unlike directions have a mean that is shorter than they
+are, unless lengths and directions are averaged apart. Sparse messages have a question of their own: whether a member
+that has sent nothing at a place counts as zero there (SparseLoCo's Algorithm 1) or not at all (its public code, and
+DeMo's).
+
+To add one, write a file in this folder with a class that derives from `Mean` and has `names`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lowcomm.choices import Choice
+from lowcomm.comm.encoded import weighted_mean
+from lowcomm.methods.config import MethodConfig
+from lowcomm.settings import ConfigError
+
+
+class Mean(Choice, ABC):
+    """What becomes of the values of several members.
+
+    Attributes:
+        is_ordinary: whether it is the mean that `World.mean` computes.
+        by_coordinate: whether each value depends on the members' values in its place alone, so that members can work it
+            out in shares; else each needs all messages whole.
+    """
+
+    is_ordinary: ClassVar[bool] = False
+    by_coordinate: ClassVar[bool] = True
+
+    @classmethod
+    def of(cls, method: MethodConfig) -> Mean:
+        """The mean with the numbers of a method."""
+        return cls()
+
+    @classmethod
+    def check(cls, method: MethodConfig, members: int) -> None:
+        """Raise ConfigError for settings with which it does not work; `members` is how many own each value."""
+
+    @abstractmethod
+    def over(self, parts: Iterable[Tensor], weights: Sequence[float]) -> Tensor:
+        """Return one value [n] for the values [n] of each member, which are scratch afterwards.
+
+        weights: of the members, above 0; those of replicas that come and go are their tokens.
+        """
+
+
+class Ordinary(Mean):
+    """The mean of all members, as each weighs."""
+
+    names = ("mean",)
+    is_ordinary = True
+
+    def over(self, parts: Iterable[Tensor], weights: Sequence[float]) -> Tensor:
+        return weighted_mean(parts, weights)
+
+
+class OfSenders(Mean):
+    """At each place the mean of those members that have sent a value there, which are those other than zero.
+
+    Codecs that send all values round some to zero; these count as not sent.
+    """
+
+    names = ("senders",)
+
+    def over(self, parts: Iterable[Tensor], weights: Sequence[float]) -> Tensor:
+        total = sent = None
+        for part, weight in zip(parts, weights, strict=True):
+            there = (part != 0).to(part.dtype).mul_(weight)
+            sent = there if sent is None else sent.add_(there)
+            total = part * weight if total is None else total.add_(part, alpha=weight)
+        return total.div_(sent.where(sent > 0, 1.0))
+
+
+class Median(Mean):
+    """At each place the median, of an even number the mean of the middle two. All members weigh alike."""
+
+    names = ("median",)
+
+    @classmethod
+    def check(cls, method: MethodConfig, members: int) -> None:
+        """Refuse groups of one and two, of which it is the mean."""
+        if members < 3:
+            raise ConfigError(f"method.mean = median needs 3 members or more: of {members} it is the mean")
+
+    def over(self, parts: Iterable[Tensor], weights: Sequence[float]) -> Tensor:
+        messages = list(parts)
+        return _middle(messages, (len(messages) - 1) // 2)
+
+
+class Trimmed(Mean):
+    """At each place the mean without the largest and the smallest share of the values. All that are left weigh alike.
+
+    share: of the members, rounded down, that is left out at each end.
+    """
+
+    names = ("trimmed",)
+    settings = ("mean_trim",)
+
+    def __init__(self, share: float):
+        self.share = share
+
+    @classmethod
+    def of(cls, method: MethodConfig) -> Trimmed:
+        return cls(method.mean_trim)
+
+    @classmethod
+    def check(cls, method: MethodConfig, members: int) -> None:
+        """Refuse shares of which nobody is left out, or nobody is left."""
+        if not 1 <= int(method.mean_trim * members) <= (members - 1) / 2:
+            raise ConfigError(
+                f"method.mean_trim = {method.mean_trim} of {members} members must leave out one at each end, and leave"
+                " one or more"
+            )
+
+    def over(self, parts: Iterable[Tensor], weights: Sequence[float]) -> Tensor:
+        messages = list(parts)
+        return _middle(messages, min(int(self.share * len(messages)), (len(messages) - 1) // 2))
+
+
+class Clipped(Mean):
+    """The mean of messages that are scaled down to the median of their norms where theirs is larger.
+
+    It bounds how far one can push, not in which direction. The norm is of a whole message: of a fragment, or, where
+    replicas train slices, of a slice of one.
+    """
+
+    names = ("clipped",)
+    by_coordinate = False
+
+    def over(self, parts: Iterable[Tensor], weights: Sequence[float]) -> Tensor:
+        messages = list(parts)
+        norms = torch.stack(torch._foreach_norm(messages))
+        factors = (norms.quantile(0.5) / norms.clamp_min(1e-30)).clamp(max=1.0)
+        return weighted_mean((m * f for m, f in zip(messages, factors, strict=True)), weights)
+
+
+class Radial(Mean):
+    """The mean of the messages' directions, as long as they are in the mean: lengths and directions averaged apart.
+
+        u = sum_m w_m x_m / |x_m|,   mean = (u / |u|) sum_m w_m |x_m| / sum_m w_m
+
+    Decoupled DiLoCo (arXiv:2604.21428) averages fragments radially; the formula is inferred from that word. The norm is
+    of a whole message, as for `Clipped`.
+    """
+
+    names = ("radial",)
+    by_coordinate = False
+
+    def over(self, parts: Iterable[Tensor], weights: Sequence[float]) -> Tensor:
+        messages = list(parts)
+        norms = torch.stack(torch._foreach_norm(messages))
+        length = torch.dot(norms, norms.new_tensor(weights)) / sum(weights)
+        direction = weighted_mean((m / n for m, n in zip(messages, norms.clamp_min(1e-30), strict=True)), weights)
+        return direction.mul_(length / direction.norm().clamp_min(1e-30))
+
+
+#: Values of each member that are sorted at a time: sorting takes several times as much memory as they do.
+_AT_ONCE = 1 << 20
+
+
+def _middle(messages: list[Tensor], cut: int) -> Tensor:
+    """Return at each place the mean without the `cut` largest and smallest values."""
+    found = torch.empty_like(messages[0])
+    for out, *some in zip(found.split(_AT_ONCE), *(m.split(_AT_ONCE) for m in messages), strict=True):
+        ordered = torch.stack(some).sort(0).values
+        torch.mean(ordered[cut : len(messages) - cut], 0, out=out)
+    return found

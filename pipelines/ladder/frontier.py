@@ -1,0 +1,165 @@
+"""The front: what the ladder's methods lose, against what they send and against the time that it takes on slow links.
+
+A row is set beside data-parallel training of as many replicas, which sends the mean of its gradients in every step.
+Times are predicted (`lowcomm.cost.predict`) for the ladder's own runs: replicas that compute as fast as a core of the
+machine that trained data-parallel training's points, on links whose rate is varied. One replica sends nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lowcomm.cost.planner import front
+from lowcomm.cost.predict import Links, predict, sent_per_step, stage_flops
+from lowcomm.experiment.config import RunConfig
+from lowcomm.methods.config import MethodConfig
+from lowcomm.settings import ConfigError
+from pipelines.ladder.fits import Cell, gap_rows
+from pipelines.ladder.plan import Ladder
+
+#: Rows whose loss is drawn against their bytes, in the order of the table.
+ROWS = (
+    "averaging",
+    "diloco/m1",
+    "diloco/m2",
+    "diloco/m4",
+    "streaming/h30",
+    "streaming/h100",
+    "noloco/m4",
+    "muon/batch",
+    "muloco/m1",
+    "muloco/m2",
+    "muloco/m4",
+    "sparse/m2",
+    "sparse/m4",
+    "sparse/everyone",
+    "sparse/without_feedback",
+    "demo/m2",
+    "gasloc/m4",
+)
+#: Links whose times are predicted, in Mbit/s, with a latency in ms.
+RATES, LATENCY = (1000, 100, 10, 1), 20.0
+YARDSTICK = "data_parallel"
+
+
+def yardstick(config: RunConfig) -> RunConfig:
+    """Return data-parallel training of as many replicas on the same batch: what a run is set beside."""
+    train = dataclasses.replace(config.train, optimizer="adamw", muon_lr=0.0, accumulation=1)
+    return dataclasses.replace(config, method=MethodConfig("gradients"), stages=1, train=train)
+
+
+def flops_per_second(ladder: Ladder, rung: str) -> float:
+    """Return how fast a core was: the FLOPs of data-parallel training's points over their seconds, of the fastest.
+
+    Raises ConfigError where there is no such point.
+    """
+    name = f"{YARDSTICK}/batch"
+    points = [json.loads(f.read_text()) for f in (ladder.results / "points" / rung / name).glob("seed*.json")]
+    if not points:
+        raise ConfigError(f"no point of {name} at {rung}: python -m pipelines.ladder train {rung}")
+    config = ladder.configs(rung)[name]
+    flops = sum(map(sum, stage_flops(config))) * config.train.accumulation * config.train.steps
+    return flops / min(point["seconds"] for point in points)
+
+
+def minutes(config: RunConfig, speed: float, rate: float) -> float:
+    """Return the minutes of a whole run on replicas of so many FLOP/s, whose links have a rate in Mbit/s."""
+    compute = [(forward / speed, backward / speed) for forward, backward in stage_flops(config)]
+    return float(predict(config, compute, Links(rate, LATENCY)).step_seconds) * config.train.steps / 60
+
+
+def front_rows(ladder: Ladder, rung: str, cells: Sequence[Cell]) -> list[dict[str, Any]]:
+    """Return the front's table at a rung: of each row, and of data-parallel training on as many replicas, what it is.
+
+    Columns: method, replicas, seeds, loss, gap_pct, low_pct, high_pct, bytes_per_step (that a replica sends, in the
+    mean), fewer (times fewer than data-parallel training of as many), minutes_<rate> for each of `RATES`, on_front
+    (whether no row of as many replicas sends less and loses less).
+    """
+    configs, speed = ladder.configs(rung), flops_per_second(ladder, rung)
+    gaps = {row["method"]: row for row in gap_rows([c for c in cells if c.rung == rung])}
+    known = {name: gaps[name] for name in ROWS if name in gaps}
+    base = next(c for c in cells if (c.rung, c.row) == (rung, f"{YARDSTICK}/batch"))
+    alone = {"loss": sum(base.losses.values()) / len(base.losses), "seeds": len(base.losses), "gap_pct": 0.0}
+    alone |= {"low_pct": 0.0, "high_pct": 0.0}
+    rows = []
+    for replicas in sorted({configs[name].replicas for name in known}):
+        here = {name: configs[name] for name in known if configs[name].replicas == replicas}
+        beside = yardstick(next(iter(here.values())))
+        most = sent_per_step(beside)[0] / replicas
+        found = []
+        for name, config in {YARDSTICK: beside, **here}.items():
+            nbytes = sent_per_step(config)[0] / replicas
+            told = alone if name == YARDSTICK else known[name]
+            row = {"method": name, "replicas": replicas}
+            row |= {key: told[key] for key in ("seeds", "loss", "gap_pct", "low_pct", "high_pct")}
+            row |= {"bytes_per_step": nbytes, "fewer": most / nbytes if nbytes else math.inf}
+            found.append(row | {f"minutes_{rate}": minutes(config, speed, rate) for rate in RATES})
+        on = front([row["bytes_per_step"] for row in found], [row["gap_pct"] for row in found])
+        rows += [row | {"on_front": is_on} for row, is_on in zip(found, on, strict=True)]
+    return rows
+
+
+#: What composes with what: settings of a run (by section) that each choice has.
+CHOICES: dict[str, dict[str, Any]] = {
+    "sparse, 2 bits, feedback": {
+        "method": {"codec": "chunk_topk_2bit", "codec_keep": 1 / 64, "error_feedback": 0.95},
+    },
+    "4 bits": {"method": {"codec": "e3m0"}},
+    "cosines": {"method": {"basis": "cosines", "codec": "chunk_topk", "codec_keep": 1 / 128}},
+    "streaming": {"method": {"fragments": "strided", "layers_per_fragment": 2, "overlap_steps": [1], "mixing": 0.5}},
+    "NoLoCo": {"method": {"peers": "group", "outer": "noloco", "outer_momentum": 0.5, "outer_pull": 0.7}},
+    "GASLoC": {"method": {"peers": "group", "outer": "gasloc"}},
+    "sign descent": {"method": {"outer": "sign", "outer_momentum": 0.0}},
+    "median": {"method": {"mean": "median"}},
+    "clipped": {"method": {"mean": "clipped"}},
+    "radial": {"method": {"mean": "radial"}},
+    "outer rate by points": {"method": {"outer_lr_shape": ["1@0", "0.5@1"]}},
+    "half of the MLPs": {"method": {"trainable": "slice", "slices": 2, "sliced": ["mlp"]}},
+    "subspace pipeline": {"stages": 2, "method": {"boundary": {"kind": "subspace", "rank": 4}}},
+    "half of them compress": {"stages": 2, "method": {"boundary": {"kind": "subspace", "rank": 4, "replicas": 4}}},
+    "Muon": {"train": {"optimizer": "muon", "muon_lr": 0.02}},
+    "unlike text": {"train": {"alike": 0.0}},
+}
+
+
+def merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the settings of both, or None where they name the same one differently."""
+    found = dict(one)
+    for key, value in other.items():
+        if isinstance(value, Mapping) and isinstance(found.get(key), Mapping):
+            value = merged(found[key], value)
+            if value is None:
+                return None
+        elif key in found and found[key] != value:
+            return None
+        found[key] = value
+    return found
+
+
+def composes(ladder: Ladder, rung: str) -> list[dict[str, str]]:
+    """Return of each pair of `CHOICES` whether DiLoCo on 8 replicas can have both: one, other, and why not ("": can).
+
+    Whether pairs that can be had train and resume, the tests of this repository say (`tests/test_together.py`).
+    """
+    found, names = [], list(CHOICES)
+    for i, one in enumerate(names):
+        for other in names[i + 1 :]:
+            both = merged(CHOICES[one], CHOICES[other])
+            why = "one choice" if both is None else ""
+            if both is not None:
+                grid = {"replicas": 8, "size": "doubled"}
+                try:
+                    _run(ladder, rung, grid | both)
+                except ConfigError as error:
+                    why = str(error)
+            found.append({"one": one, "other": other, "why_not": why})
+    return found
+
+
+def _run(ladder: Ladder, rung: str, settings: Mapping[str, Any]) -> RunConfig:
+    asked = {key: value for key, value in settings.items() if key != "size"}
+    return ladder.project.run_config("diloco", variant="doubled", scale=rung, params=ladder.params, **asked)

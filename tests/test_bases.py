@@ -1,0 +1,110 @@
+"""Bases: orthonormal, tile by tile, and DeMo as a combination of choices, against its public code's steps."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lowcomm import DeMo, run_threads
+from lowcomm.choices import options
+from lowcomm.comm.world import World
+from lowcomm.methods.bases import Basis, cosines, tile_side
+from lowcomm.methods.config import MethodConfig
+from lowcomm.methods.plan import Plan
+from lowcomm.settings import ConfigError
+
+SHAPES = [(128, 192), (96,), (66, 64), (7, 3, 5), (1,)]
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("name", options(Basis))
+def test_each_basis_keeps_lengths_and_comes_back(name: str) -> None:
+    basis = options(Basis)[name]()
+    x, y = (drawn(sum(map(math.prod, SHAPES)), seed=seed) for seed in (0, 1))
+    one, two = basis.into(x, SHAPES), basis.into(y, SHAPES)
+    assert torch.allclose(basis.back(one, SHAPES), x, rtol=0, atol=1e-5)
+    assert torch.dot(one, two).item() == pytest.approx(torch.dot(x, y).item(), abs=1e-2)
+    assert one.norm().item() == pytest.approx(x.norm().item(), rel=1e-6)
+
+
+def test_tiles_lie_one_after_the_other() -> None:
+    x = torch.arange(128 * 192, dtype=torch.float32).view(128, 192)
+    tiles = options(Basis)["tiles"]().into(x.flatten(), [(128, 192)]).view(-1, 64, 64)
+    for index, tile in enumerate(tiles):
+        row, column = divmod(index, 3)
+        assert torch.equal(tile, x[64 * row : 64 * row + 64, 64 * column : 64 * column + 64])
+    assert [tile_side(n) for n in (1, 7, 66, 96, 127, 128)] == [1, 7, 33, 48, 1, 64]
+
+
+def test_cosines_are_those_of_the_definition() -> None:
+    n, x = 8, drawn(8)
+    found = cosines(n, x.device) @ x
+    for k in range(n):
+        scale = math.sqrt((1 if k == 0 else 2) / n)
+        by_hand = scale * sum(float(x[j]) * math.cos(math.pi * k * (2 * j + 1) / (2 * n)) for j in range(n))
+        assert found[k].item() == pytest.approx(by_hand, abs=1e-6)
+
+
+def test_a_smooth_tile_needs_few_cosines() -> None:
+    ramp = torch.linspace(-1, 1, 64)
+    x = (ramp[:, None] + ramp[None, :] ** 2).flatten()
+    largest = options(Basis)["cosines"]().into(x, [(64, 64)]).square().sort(descending=True).values
+    assert largest[:8].sum() > 0.99 * largest.sum()
+    assert x.square().sort(descending=True).values[:8].sum() < 0.05 * x.square().sum()
+
+
+def demo_by_hand(grads: list[list[Tensor]], lr: float, keep: int, beta: float) -> Tensor:
+    """DeMo as its public code has it, of one matrix of one tile: momentum, largest cosines, mean of senders, sign."""
+    c = cosines(64, torch.device("cpu"))
+    theta, momenta = torch.zeros(64, 64), [torch.zeros(64, 64) for _ in grads[0]]
+    for of_step in grads:
+        total, senders = torch.zeros(4096), torch.zeros(4096)
+        for i, grad in enumerate(of_step):
+            momenta[i] = beta * momenta[i] + lr * grad
+            coefficients = (c @ momenta[i] @ c.T).flatten()
+            kept = coefficients.abs().topk(keep).indices
+            sparse = torch.zeros(4096)
+            sparse[kept] = coefficients[kept]
+            momenta[i] = momenta[i] - c.T @ sparse.view(64, 64) @ c
+            total[kept] += coefficients[kept]
+            senders[kept] += 1
+        mean = (total / senders.clamp(min=1)).view(64, 64)
+        theta = theta - lr * (c.T @ mean @ c).sign()
+    return theta
+
+
+def test_demo_is_a_combination_of_choices() -> None:
+    """Inner SGD at the same rate, every step a turn: its outer gradient is lr times the gradient."""
+    steps, lr, replicas = 6, 0.01, 3
+
+    def gradient(replica: int, step: int) -> Tensor:
+        return drawn(64, 64, seed=10 * replica + step)
+
+    def work(world: World) -> Tensor:
+        x = nn.Parameter(torch.zeros(64, 64))
+        sync = DeMo({"x": x}, world, steps=steps, outer_lr=lr)
+        for step in range(steps):
+            with torch.no_grad():
+                x.sub_(lr * gradient(world.replica, step))
+            sync.step()
+        sync.finish()
+        return x.detach().clone()
+
+    found = run_threads(work, replicas=replicas)
+    expected = demo_by_hand([[gradient(r, s) for r in range(replicas)] for s in range(steps)], lr, 32, 0.999)
+    assert all(torch.equal(x, found[0]) for x in found)
+    # A sign may differ where a mean is nearly zero.
+    assert ((found[0] - expected).abs() < 1e-6).float().mean() > 0.999
+
+
+def test_it_means_nothing_where_nothing_is_lost() -> None:
+    with pytest.raises(ConfigError, match="method.basis = cosines means nothing with method.codec = fp32"):
+        Plan({"x": (4,)}, MethodConfig("parameters", outer="nesterov", basis="cosines"), 2)
+    with pytest.raises(ConfigError, match="method.outer_momentum = 0.5 means nothing with method.outer = sign"):
+        Plan({"x": (4,)}, MethodConfig("parameters", outer="sign", outer_momentum=0.5), 2)
