@@ -99,6 +99,28 @@ def test_slow_machines_keep_gradients_and_pipelines_waiting_and_not_local_update
         dataclasses.replace(cluster, slow=8)
 
 
+def test_what_is_newer_than_the_papers_is_tried_where_it_has_been_measured() -> None:
+    """It says what the front would be without it; Muon's gain counts as none beyond the sizes of its runs."""
+    table = plan(_cluster(10.0), JOB, PENALTIES)
+    assert not table.sparse_messages.any()
+    assert not table.muon.any()
+    assert all("in no row" in line for line in planner.moves_front(table))
+    more = [("sparse messages", 8, 1, SIZE, 0.005, 0.01, "ours"), ("Muon", 8, 1, SIZE / 10, -0.05, 0.01, "ours")]
+    table = plan(_cluster(10.0), JOB, Penalties(pd.DataFrame(ROWS + more, columns=COLUMNS)))
+    sparse, muon = planner.moves_front(table)
+    best = table.iloc[0]
+    assert best.sparse_messages
+    without = table[~table.sparse_messages].days_to_equal_loss.min() / best.days_to_equal_loss
+    assert sparse.endswith(f"rows on the front; {without:.3g} times the days to equal loss without it")
+    assert "without it" in muon or "not on the front" in muon
+    both = table.set_index(["method", "replicas", "stages"])
+    assert both.loss_percent["every 30 steps, Muon", 8, 1] == both.loss_percent["every 30 steps", 8, 1]
+    assert both.memory_gb["every 30 steps, Muon", 8, 1] < both.memory_gb["every 30 steps", 8, 1]  # one moment, not two
+    assert both.bytes_per_token["every 30 steps, sparse", 8, 1] < both.bytes_per_token["every 30 steps", 8, 1] / 10
+    run = run_of(planner.method_of(best), JOB, best.replicas, best.stages)
+    assert run.method.codec == "chunk_topk_2bit"
+
+
 def test_what_does_not_fit_is_left_out_and_slices_make_it_fit() -> None:
     whole = node_bytes(run_of(Method(30), JOB, 8, 1, recompute=True)) / 1e9
     sliced = node_bytes(run_of(Method(30, slices=8), JOB, 8, 1, recompute=True)) / 1e9

@@ -37,19 +37,26 @@ from lowcomm.settings import ConfigError
 
 @dataclass(frozen=True)
 class Method:
-    """Ingredients. `ratio`: D / R of a subspace, 1 for a dense boundary; `sync_every_steps`: H, 0 for gradients."""
+    """Ingredients. `ratio`: D / R of a subspace, 1 for a dense boundary; `sync_every_steps`: H, 0 for gradients.
+
+    sparse_messages: of outer gradients the largest of each chunk, in 2 bits, with error feedback and no momentum
+    (SparseLoCo). muon: Muon inside.
+    """
 
     sync_every_steps: int = 0
     streaming: bool = False
     pairs: bool = False
     slices: int = 1
     ratio: int = 1
+    sparse_messages: bool = False
+    muon: bool = False
 
     @property
     def name(self) -> str:
         parts = ["gradients" if not self.sync_every_steps else f"every {self.sync_every_steps} steps"]
-        parts += ["streaming"] * self.streaming + ["pairs"] * self.pairs
+        parts += ["streaming"] * self.streaming + ["pairs"] * self.pairs + ["sparse"] * self.sparse_messages
         parts += [f"1/{self.slices} of MLPs"] * (self.slices > 1) + [f"subspace 1/{self.ratio}"] * (self.ratio > 1)
+        parts += ["Muon"] * self.muon
         return ", ".join(parts)
 
     def ingredients(self, stages: int) -> dict[str, float]:
@@ -62,6 +69,10 @@ class Method:
                 found["routes"] = 1.0
             if self.slices > 1:
                 found["slices"] = float(self.slices)
+            if self.sparse_messages:
+                found["sparse messages"] = 1.0
+        if self.muon:
+            found["Muon"] = 1.0
         if self.ratio > 1:
             found["subspace"] = float(self.ratio)
         return {name: amount for name, amount in found.items() if amount != NO_PENALTY.get(name)}
@@ -82,6 +93,9 @@ class Method:
         if self.streaming:
             found |= {"fragments": "strided", "overlap_steps": (1,), "mixing": 0.5, "codec": "e3m0"}
             found |= {"offload_outer": True}
+        if self.sparse_messages:
+            found |= {"outer": "heavy_ball", "outer_momentum": 0.0, "codec": "chunk_topk_2bit", "codec_keep": 1 / 64}
+            found |= {"error_feedback": 0.95, "basis": "tiles", "mean": "senders"}
         if self.slices > 1:
             found |= {"trainable": "slice", "slices": self.slices, "sliced": ("mlp",)}
         return MethodConfig(
@@ -178,6 +192,10 @@ class Penalties:
         rows = self._sources[ingredient][source]
         value, deviation = _rising([(there, *at_amount(some)) for there, some in _split(rows, "replicas")], replicas)
         return Penalty(value, deviation, math.exp(max(apart[source])), source)
+
+    def knows(self, method: Method, stages: int) -> bool:
+        """Tell whether all ingredients of a method have been measured."""
+        return method.ingredients(stages).keys() <= self._sources.keys()
 
     def parts(self, method: Method, replicas: int, stages: int, parameters: float) -> dict[str, Penalty]:
         """Return the penalty of each ingredient of a method. Raises ConfigError where one has not been measured."""

@@ -3,9 +3,9 @@
     lowcomm plan --nodes 8 --memory-gb 24 --mbit-per-s 100 --latency-ms 40 --model partial_updates/1.3b
 
 A configuration is a grid of replicas x stages and a method: gradients exchanged, or local updates with any of streaming
-(fragments, overlap, 4 bits), pairs, slices; with stages, a dense boundary or a subspace. What settings refuse, and what
-does not fit into memory, is left out. Time and bytes are `predict`'s, memory is `footprint`'s. The global batch is
-rounded to what the replicas can share.
+(fragments, overlap, 4 bits), pairs, slices, or with sparse messages; with stages, a dense boundary or a subspace; AdamW
+or Muon inside. What settings refuse, and what does not fit into memory, is left out. Time and bytes are `predict`'s,
+memory is `footprint`'s. The global batch is rounded to what the replicas can share.
 
 Loss is not predicted: it is what runs measured of each ingredient, ours or a paper's, whichever is nearer
 (`ingredients`), turned into the tokens, and so the days, that buy a penalty back: these rank configurations. A method
@@ -118,21 +118,26 @@ class Job:
 
 #: H, slices and ratios that are tried.
 ROUNDS, SLICES, RATIOS = (30, 100, 300, 1000), (1, 2, 4, 8), (1, 8, 100)
+#: Muon's rate to begin tuning with.
+MUON_LR = 0.02
 #: Rounds that a run must have room for.
 FEWEST_ROUNDS = 10
 
 
 def methods(replicas: int, stages: int) -> Iterator[Method]:
     """All that a grid allows."""
-    for ratio in RATIOS if stages > 1 else (1,):
-        yield Method(ratio=ratio)
+    inside = [(ratio, False) for ratio in (RATIOS if stages > 1 else (1,))] + [(1, True)]  # Muon wants whole matrices
+    for ratio, muon in inside:
+        yield Method(ratio=ratio, muon=muon)
         if replicas == 1:
             continue
         for sync_every_steps in ROUNDS:
             for streaming in (False, True):
                 for pairs in (False, True) if replicas > 2 else (False,):
-                    for slices in (n for n in SLICES if (2 if pairs else replicas) % n == 0):  # each owned in a group
-                        yield Method(sync_every_steps, streaming, pairs, slices, ratio)
+                    for slices in SLICES[:1] if muon else SLICES:
+                        if (2 if pairs else replicas) % slices == 0:  # each owned in a group
+                            yield Method(sync_every_steps, streaming, pairs, slices, ratio, muon=muon)
+            yield Method(sync_every_steps, ratio=ratio, sparse_messages=True, muon=muon)
 
 
 def run_of(
@@ -159,6 +164,7 @@ def run_of(
         accumulation=max(n for n in range(1, min(mine, most) + 1) if mine % n == 0),
         recompute=recompute,
         precision="bf16",
+        **({"optimizer": "muon", "muon_lr": MUON_LR} if method.muon else {}),
     )
     return RunConfig(
         name="plan",
@@ -185,9 +191,11 @@ def plan(cluster: Cluster, job: Job, penalties: Penalties) -> pd.DataFrame:
     rows, least, refused, numel = [], None, ConfigError("no grid of replicas and stages"), parameters(job.model).total
     for width, replicas, stages in grids(cluster, job.model.layers):
         for method in methods(replicas, stages):
+            if not penalties.knows(method, stages):
+                continue
             try:
-                penalty = penalties.of(method, replicas, stages, numel)
                 runs = [run_of(method, job, replicas, stages, recompute=again, width=width) for again in (False, True)]
+                penalty = penalties.of(method, replicas, stages, numel)
             except ConfigError as error:
                 refused = error
                 continue
@@ -282,6 +290,32 @@ def front(days: Sequence[float], loss: Sequence[float]) -> list[bool]:
     """Tell of each point whether no other is at least as good in both and better in one."""
     points = list(zip(days, loss, strict=True))
     return [not any((d <= x and v < y) or (d < x and v <= y) for d, v in points) for x, y in points]
+
+
+#: What the field has added since the four papers, by its column: the name in `Penalties`.
+SINCE = {"sparse_messages": "sparse messages", "muon": "Muon"}
+
+
+def moves_front(table: pd.DataFrame) -> list[str]:
+    """Say of each ingredient that is newer than the four papers what the front would be without it."""
+    told = []
+    for column, name in SINCE.items():
+        having, rest = table[table[column]], table[~table[column]]
+        if having.empty:
+            told.append(f"{name}: in no row (not measured, or refused with all that fits)")
+            continue
+        count, best = int((having.front).sum()), table.days_to_equal_loss.min()
+        if not count:
+            told.append(f"{name}: not on the front")
+            continue
+        without = rest.days_to_equal_loss.min() if len(rest) else math.inf
+        share = (
+            "as many days to equal loss without it"
+            if without == best
+            else (f"{without / best:.3g} times the days to equal loss without it")
+        )
+        told.append(f"{name}: in {count} of {int(table.front.sum())} rows on the front; {share}")
+    return told
 
 
 def shown(table: pd.DataFrame) -> pd.DataFrame:
@@ -510,6 +544,7 @@ def main(words: Sequence[str] | None = None) -> int:
     print(f"{len(table)} configurations fit; the best {best.sum()} of them{hidden}:\n")
     print(markdown(shown(table[best])))
     print(COLUMNS)
+    print("\nNewer than the four papers:\n" + "\n".join(f"- {line}" for line in moves_front(table)))
     if cluster.slow:
         print(UNEQUAL)
     first = next(table.itertuples())
