@@ -98,6 +98,16 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
+def _counted_as_in_rounds(summary: dict[str, Any], steps: int, each: int) -> None:
+    """A slot's tokens are those of its rounds, each of so many steps, or of fewer where a busy machine was late."""
+    told = [dict(zip(r["slots"], r["tokens"], strict=True)) for r in summary["rounds"]]
+    for slot, counted in summary["tokens_of_slots"].items():
+        own = [tokens[int(slot)] for tokens in told if int(slot) in tokens]
+        assert counted == sum(own)
+        assert set(own) <= {each * count for count in range(steps + 1)}
+        assert own.count(steps * each) > 0.9 * len(own)
+
+
 @pytest.mark.parametrize("run", RUNS)
 def test_without_faults_a_run_is_the_same_bit_for_bit(run: str, store: Notes, corpus: Path, tmp_path: Path) -> None:
     config = small_run(run, **RUNS[run])
@@ -161,9 +171,7 @@ def test_a_run_outlives_a_kill_and_one_that_leaves(store: Notes, corpus: Path, t
     assert [r["step"] for r in rounds] == list(range(4, 601, 4))
     assert {tuple(r["slots"]) for r in rounds} >= {(0, 1, 2), (0, 2)}
     each = config.local_batch * config.train.seq_len
-    assert {tokens for r in rounds for tokens in r["tokens"]} == {4 * each}
-    for slot, counted in summaries[0]["tokens_of_slots"].items():
-        assert counted == 4 * each * sum(int(slot) in r["slots"] for r in rounds)
+    _counted_as_in_rounds(summaries[0], 4, each)
     assert summaries[0]["participation"] == sum(len(r["slots"]) for r in rounds) / len(rounds) / 3
 
 
@@ -223,8 +231,7 @@ def test_a_pipeline_leaves_as_a_whole_and_comes_back(store: Notes, corpus: Path,
     first, second = (load_file(tmp_path / f"run/slot-{slot:03d}/model.safetensors") for slot in range(2))
     assert all(torch.equal(first[name], value) for name, value in second.items())
     each = config.local_batch * config.train.seq_len
-    for slot, counted in summaries[0]["tokens_of_slots"].items():
-        assert counted == 4 * each * sum(int(slot) in r["slots"] for r in summaries[0]["rounds"])
+    _counted_as_in_rounds(summaries[0], 4, each)
 
 
 @pytest.mark.parametrize(

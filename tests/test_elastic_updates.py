@@ -330,6 +330,11 @@ def test_a_checkpoint_holds_the_residual_of_its_version(replica: Callable) -> No
     assert int(state["version"]) == sync.rounds[-1].id
     assert torch.equal(state[f"0/{RESIDUAL}"], kept)
     gate.set()
+    sync._under_way[1].result()  # it is met, and not applied yet: then others have heard the message
+    state, said = sync.state_dict(), sync.fragments[0].outer_state()[RESIDUAL].clone()
+    assert int(state["version"]) > sync.rounds[-1].id
+    assert not torch.equal(said, kept)
+    assert torch.equal(state[f"0/{RESIDUAL}"], said)
     trained(net, sync)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,6 +12,8 @@ from torch import Tensor, nn
 from lowcomm import LocalUpdates, run_threads
 from lowcomm.comm.world import World
 from lowcomm.methods.config import MethodConfig
+from lowcomm.methods.gasloc import momentum_bound, second_moments
+from lowcomm.methods.noloco import differing
 from lowcomm.methods.plan import Plan
 from lowcomm.settings import ConfigError
 
@@ -74,3 +79,39 @@ def test_over_pairs_by_hand() -> None:
 def test_parameters_are_sent_as_they_are() -> None:
     with pytest.raises(ConfigError, match=r"method.outer = gasloc sends parameters, so method.codec must be fp32"):
         Plan({"x": (4,)}, MethodConfig("parameters", codec="e3m0", **GOSSIP), 2)
+
+
+def spread(momentum: float, replicas: int, turns: int = 60) -> float:
+    """By what factor replicas that compute nothing are further apart after so many turns in pairs."""
+    rng, dims = np.random.default_rng(0), 2000
+    theta = rng.standard_normal((replicas, dims))
+    x, begin = theta.copy(), theta.std(0).mean()
+    for _ in range(turns):
+        pairs = rng.permutation(replicas).reshape(-1, 2)
+        following = np.empty_like(theta)
+        following[pairs] = theta[pairs].mean(1, keepdims=True)
+        theta, x = following + momentum * (following - x), following
+    return float(theta.std(0).mean() / begin)
+
+
+@pytest.mark.parametrize(("replicas", "expected"), [(8, 0.859), (16, 0.815), (10_000, 0.781)])
+def test_beyond_a_momentum_pairs_drift_apart(replicas: int, expected: float) -> None:
+    bound = momentum_bound(2, replicas)
+    assert bound == pytest.approx(expected, abs=1e-3)
+
+    def largest(momentum: float) -> float:
+        return float(np.abs(np.linalg.eigvals(second_moments(momentum, 1 - differing(2, replicas)))).max())
+
+    assert largest(bound - 0.01) < 1 < largest(bound + 0.01)
+    if replicas < 100:
+        assert spread(bound - 0.2, replicas) < 0.2
+        assert spread(bound + 0.1, replicas) > 2
+    with pytest.raises(ConfigError, match=r"method.outer_momentum \(gamma\) = 0.9 must be below"):
+        Plan({"x": (4,)}, MethodConfig("parameters", **(GOSSIP | PAIRS | {"outer_momentum": 0.9})), replicas)
+
+
+def test_four_in_pairs_larger_groups_and_everyone_stay_together_at_any_momentum() -> None:
+    assert momentum_bound(2, 4) == pytest.approx(1.0)
+    assert momentum_bound(3) == pytest.approx(1.0)
+    assert momentum_bound(4, 8) > 1
+    assert math.isinf(momentum_bound(5, 5))

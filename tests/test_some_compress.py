@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lowcomm import LocalUpdates, run_threads
 from lowcomm.comm.world import World
+from lowcomm.cost.footprint import activation_bytes
 from lowcomm.cost.predict import sent_per_step
 from lowcomm.experiment.train import train_in_threads
 from lowcomm.experiment.trainer import Trainer
@@ -91,6 +92,53 @@ def test_a_pipeline_is_the_same_computation_and_sends_what_is_predicted(corpus: 
     assert [sent[rank, "activations"] for rank in range(3)] == [messages * n for n in (narrow, narrow, whole)]
     everything = sum(sent.values()) / config.train.steps
     assert sent_per_step(config)[1] == pytest.approx(everything)
+    # A machine that does not compress holds gradients that come back whole.
+    assert activation_bytes(config, 0) - activation_bytes(run(2, replicas=0), 0) == 2 * (whole - 4 * tokens * 4)
+
+
+def test_the_outer_gradients_that_are_logged_are_those_that_others_see() -> None:
+    """Of two replicas one compresses and one lies: their cosine is -1 where both have found the same."""
+    basis = torch.eye(4)[:, :2]
+
+    def work(world: World) -> list[float]:
+        w = nn.Parameter(torch.zeros(4, 3))
+
+        def keep(values: list[tuple[str, Tensor]]) -> None:
+            if world.replica == 0:
+                for _, value in values:
+                    value.copy_(project(value, basis, 0))
+
+        boundary = BoundaryConfig("subspace", rank=2, replicas=1)
+        more = {"byzantine": 1, "record_cosine": True, "boundary": boundary, "sync_every_steps": 1}
+        sync = LocalUpdates({"w": w}, world, constrain=keep, outer="heavy_ball", outer_momentum=0.0, **more)
+        found = []
+        for _ in range(2):
+            with torch.no_grad():
+                sync.fragments[0].agreed.view(4, 3)[2:] = 9.0  # outside, as if others had moved it there
+                w.add_(basis @ torch.ones(2, 3))
+                w[2:] = 9.0 * world.replica
+            found.append(sync.step()["cosine"])
+        return found
+
+    for cosines in run_threads(work, replicas=2):
+        assert cosines == pytest.approx([-1.0, -1.0])
+
+
+def test_fragments_overlapped_and_with_error_feedback_keep_to_it(corpus: Path, tmp_path: Path) -> None:
+    """What those that compress train never leaves the subspace, whatever travels; what is agreed does."""
+    outside: dict[int, float] = {}
+    method = {"boundary": SOME, "fragments": "strided", "layers_per_fragment": 1, "overlap_steps": [2], "mixing": 0.5}
+    method |= {"codec": "chunk_topk_2bit", "codec_keep": 0.02, "error_feedback": 0.9, "sync_every_steps": 4}
+
+    def note(trainer: Trainer, row: dict) -> None:
+        basis, name = trainer.model.basis_DR, "blocks.0.mlp.down.weight"
+        for key, weights in ((0, dict(trainer.model.named_parameters())), (2, trainer.engine.weights())):
+            w = weights[name].detach()
+            outside[key + trainer.world.replica] = float((w - project(w, basis, 0)).norm() / w.norm())
+
+    train_in_threads(small_run("diloco_m2", model={"layers": 2}, method=method), corpus, tmp_path, on_row=note)
+    assert outside[0] < 1e-5
+    assert min(outside[1], outside[2], outside[3]) > 1e-3
 
 
 def test_what_does_not_go_together_is_refused() -> None:
@@ -99,12 +147,15 @@ def test_what_does_not_go_together_is_refused() -> None:
         ({"boundary": {"replicas": 1}}, "means nothing where nothing is compressed"),
         ({"boundary": SOME | {"update_every_steps": 5, "update_lr": 1.0}}, "must know how a subspace moves"),
         ({"boundary": SOME | {"mode": "reparametrised"}}, "does not go with method.boundary.mode = reparametrised"),
-        ({"boundary": SOME, "outer": "average", "outer_lr": 1.0, "outer_momentum": 0.0}, "of which parameters travel"),
+        (
+            {"boundary": SOME, "outer": "average", "outer_lr": 1.0, "outer_momentum": 0.0},
+            "method.boundary.replicas = 1 is about outer gradients: not with method.outer = average",
+        ),
     ]
     for method, why in refused:
         with pytest.raises(ConfigError, match=why):
             small_run("diloco_m2", method=method)
-    with pytest.raises(ConfigError, match="does not go with method.exchange = gradients"):
+    with pytest.raises(ConfigError, match="does not go with method.exchange = gradients, but with local updates"):
         small_run("data_parallel", replicas=2, method={"boundary": SOME, "exchange": "gradients"})
     with pytest.raises(ConfigError, match="as routes mix replicas"):
         small_run("diloco_m2", stages=2, model={"layers": 2}, method={"boundary": SOME, "route": "random_step"})

@@ -638,8 +638,11 @@ def test_evaluation_leaves_no_error_behind() -> None:
             "update_every_steps = 12 must be below train.steps = 12",
         ),
         (
-            {"boundary": {"kind": "dense", "rank": 0, "codec": "dare", "error_feedback": True}, "stages": 2},
-            "error_feedback with codec = dare grows without bound",
+            {
+                "boundary": {"kind": "dense", "rank": 0, "codec": "dare", "codec_keep": 0.5, "error_feedback": True},
+                "stages": 2,
+            },
+            "error_feedback with method.boundary.codec = dare grows without bound",
         ),
         (
             {"method": {"exchange": "fsdp", "boundary": {"kind": "dense", "rank": 0}}, "train": {"record_ranks": True}},

@@ -88,6 +88,9 @@ CHOICES: dict[str, dict[str, dict[str, Any]]] = {
         "some_quantised": {"boundary": {"codec": "int8", "replicas": 1}},
     },
     "route": {name: {"route": name} for name in ("fixed", "random_step", "random_micro_batch")},
+    # Of the section `train`.
+    "inner": {"adamw": {}, "muon": {"train": {"optimizer": "muon", "muon_lr": 0.02}}},
+    "text": {"alike": {}, "unlike": {"train": {"alike": 0.25}}},
 }
 #: Choices without whose values others mean nothing.
 NEEDED = ("trainable", "fragments", "peers", "codec")
@@ -128,6 +131,10 @@ REFUSED = {
     ("outer=average", "boundary=some_*"): "of which parameters travel",
     ("outer=gasloc", "boundary=some_*"): "of which parameters travel",
     ("boundary=some_*", "route=random_*"): "as routes mix replicas",
+    ("boundary=*subspace", "inner=muon"): "makes whole matrices orthogonal",
+    ("boundary=reparametrised", "inner=muon"): "makes whole matrices orthogonal",
+    ("trainable=[!an]*", "inner=muon"): "makes whole matrices orthogonal",
+    ("fragments=slices", "inner=muon"): "means nothing with method.trainable = all",
     ("peers=everyone", "outer=noloco"): "method.outer = noloco needs method.peers = group",
     ("schedule=tau_each", "outer=noloco"): "must be one value with method.outer = noloco",
     ("trainable=next_fragment", "fragments=whole"): "next_fragment means nothing with method.fragments = whole",
@@ -155,9 +162,15 @@ def _config(row: dict[str, str]) -> RunConfig:
     settings: dict[str, Any] = {"exchange": row.get("exchange", "parameters")}
     if settings["exchange"] == "parameters":
         settings |= {"sync_every_steps": 4, "outer": "nesterov", "outer_lr": 0.4, "outer_momentum": 0.9}
+    train: dict[str, Any] = {}
     for choice, value in row.items():
-        settings |= {} if choice == "exchange" else CHOICES[choice][value]
-    return dataclasses.replace(_base(), method=build(MethodConfig, settings, "method"))
+        found = {} if choice == "exchange" else dict(CHOICES[choice][value])
+        train |= found.pop("train", {})
+        settings |= found
+    base = _base()
+    return dataclasses.replace(
+        base, method=build(MethodConfig, settings, "method"), train=dataclasses.replace(base.train, **train)
+    )
 
 
 def _allowed(row: dict[str, str]) -> bool:

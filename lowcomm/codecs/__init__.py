@@ -10,6 +10,6 @@
 Every code is finite; NaN and infinities are refused by name. `codec` says how to add one.
 """
 
-from lowcomm.codecs.codec import Codec, in_one_piece, make_codec, message_seed
+from lowcomm.codecs.codec import Codec, check_feedback, in_one_piece, make_codec, message_seed
 
-__all__ = ["Codec", "in_one_piece", "make_codec", "message_seed"]
+__all__ = ["Codec", "check_feedback", "in_one_piece", "make_codec", "message_seed"]

@@ -25,12 +25,14 @@ class Codec(Choice, ABC):
         lossless: whether decode(encode(x)) equals x bit for bit.
         block: shares that begin at multiples of it may be encoded one by one, with the same values; 0 if they may not.
         sparse: whether it leaves values out, so that the setting `codec_keep` says how many are sent.
+        amplifies: whether it decodes values that are larger than what was encoded; errors that are kept would grow.
     """
 
     name: str
     lossless: bool = False
     block: int
     sparse: ClassVar[bool] = False
+    amplifies: bool = False
 
     @classmethod
     def of(cls, name: str, keep: float) -> Codec:
@@ -61,6 +63,18 @@ def make_codec(name: str, keep: float = 1.0, *, where: str = "codec") -> Codec:
     if not 0 < keep <= 1:
         raise ConfigError(f"{where}_keep = {keep} is a share of the values: above 0 and at most 1")
     return cls.of(name, keep)
+
+
+def check_feedback(name: str, keep: float, where: str) -> None:
+    """Raise ConfigError for a codec whose errors would grow without bound if they were kept for the next message.
+
+    where: the section of the settings `codec` and `error_feedback`.
+    """
+    if make_codec(name, keep, where=f"{where}.codec").amplifies:
+        raise ConfigError(
+            f"{where}.error_feedback with {where}.codec = {name} grows without bound: it scales what it keeps; use"
+            " dropout"
+        )
 
 
 def in_one_piece(codec: Codec) -> Codec:

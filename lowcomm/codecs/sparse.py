@@ -174,6 +174,7 @@ class RandomKeep(Codec):
 
     def __init__(self, keep: float, scale: float = 1.0):
         self.name, self.keep, self.scale = f"random {keep:g} times {scale:g}", keep, scale
+        self.amplifies = scale > 1
 
     @classmethod
     def of(cls, name: str, keep: float) -> RandomKeep:

@@ -87,7 +87,8 @@ def activation_bytes(config: RunConfig, stage: int) -> int:
     at_once = max(last * 3 * c.vocab_size, t.recompute * inside)
     gradients = 0
     if config.stages > 1:
-        gradients = 4 * tokens * c.dim if last else message_bytes(config)[1]
+        wide = max(message_bytes(config, replica)[1] for replica in (0, config.method.boundary.replicas))
+        gradients = 4 * tokens * c.dim if last else wide
     return 4 * tokens * (micro_batches * waiting + at_once) + micro_batches * gradients
 
 

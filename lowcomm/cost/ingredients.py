@@ -72,7 +72,7 @@ class Method:
             if self.sparse_messages:
                 found["sparse messages"] = 1.0
         if self.muon:
-            found["Muon"] = 1.0
+            found["Muon inside" if self.sync_every_steps else "Muon"] = 1.0
         if self.ratio > 1:
             found["subspace"] = float(self.ratio)
         return {name: amount for name, amount in found.items() if amount != NO_PENALTY.get(name)}
@@ -175,7 +175,7 @@ class Penalties:
         if ingredient not in self._sources:
             raise ConfigError(f"nothing has measured {ingredient}")
         asked = {"amount": amount, "parameters": parameters, "replicas": replicas}
-        if ingredient == "subspace":  # a pipeline loses the same however many replicas there are beside it
+        if ingredient in ("subspace", "Muon"):  # the same however many replicas there are
             del asked["replicas"]
         apart = {
             source: [min(abs(math.log(value / getattr(row, name))) for row in rows) for name, value in asked.items()]

@@ -194,13 +194,14 @@ def plan(cluster: Cluster, job: Job, penalties: Penalties) -> pd.DataFrame:
             if not penalties.knows(method, stages):
                 continue
             try:
-                runs = [run_of(method, job, replicas, stages, recompute=again, width=width) for again in (False, True)]
+                config = run_of(method, job, replicas, stages, width=width)
+                if (gb := _held_gb(config, width)) > cluster.memory_gb:
+                    config = run_of(method, job, replicas, stages, recompute=True, width=width)
+                    gb = _held_gb(config, width)
                 penalty = penalties.of(method, replicas, stages, numel)
             except ConfigError as error:
                 refused = error
                 continue
-            held = [(_held_gb(config, width), config) for config in runs]
-            gb, config = next((some for some in held if some[0] <= cluster.memory_gb), held[-1])
             back = penalties.buy_back(penalty, numel, job.tokens)
             if gb <= cluster.memory_gb:
                 rows.append(_row(cluster, method, config, gb, width, penalty, back))

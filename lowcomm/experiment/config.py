@@ -295,10 +295,8 @@ def _check_some_compress(config: RunConfig) -> None:
         raise ConfigError(f"{key} must be below replicas = {config.replicas}; 0 where all compress")
     if b == BoundaryConfig(replicas=b.replicas):
         raise ConfigError(f"{key} means nothing where nothing is compressed")
-    sends_parameters = config.exchanges_parameters and config.plan().outer.sends_parameters
     apart = {
-        f"method.exchange = {m.exchange}, as the others' gradients leave the subspace": not config.exchanges_parameters,
-        f"method.outer = {m.outer}, of which parameters travel": sends_parameters,
+        f"method.exchange = {m.exchange}, but with local updates": not config.exchanges_parameters,
         f"method.route = {m.route}, as routes mix replicas": m.route != "fixed",
         f"method.boundary.mode = {b.mode}": b.mode != "projected",
         f"method.boundary.update_every_steps = {b.update_every_steps}, as all must know how a subspace moves": bool(

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from lowcomm.choices import Choice, check_settings, choose
-from lowcomm.codecs import make_codec, message_seed
+from lowcomm.codecs import check_feedback, make_codec, message_seed
 from lowcomm.methods.config import BoundaryConfig
 from lowcomm.model.config import ModelConfig
 from lowcomm.model.decoder import Decoder
@@ -286,9 +286,7 @@ def check_boundary(config: BoundaryConfig, width: int, tokens: int, stages: int)
         )
     if config.error_feedback and not lossy:
         raise ConfigError("method.boundary.error_feedback means nothing where nothing is lost")
-    if config.error_feedback and config.codec == "dare":
-        raise ConfigError(
-            "method.boundary.error_feedback with codec = dare grows without bound: it scales what it keeps; use dropout"
-        )
+    if config.error_feedback:
+        check_feedback(config.codec, config.codec_keep, "method.boundary")
     check_settings(Boundary, config.kind, "method.boundary.kind", config, BoundaryConfig())
     choose(Boundary, config.kind, "method.boundary.kind").check(config, width, tokens)

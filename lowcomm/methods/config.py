@@ -66,7 +66,8 @@ class MethodConfig:
     codec_keep: float = number(1.0, above=0)  # of a sparse codec: share of the values that is sent
     error_feedback: float = number(0.0, at_least=0, at_most=1)  # beta: share of what messages lost that joins the next
     basis: str = "values"  # in which outer gradients are encoded, a `bases.Basis` by name: values, tiles, cosines
-    mean: str = "mean"  # of the members' messages, a `means.Mean` by name: mean, senders, median, trimmed, clipped
+    #: Of the members' messages, a `means.Mean` by name: mean, senders, median, trimmed, clipped, radial.
+    mean: str = "mean"
     mean_trim: float = number(0.0, at_least=0, below=0.5)  # share left out at each end; only for mean = trimmed
     byzantine: int = number(0, at_least=0)  # how many replicas, the last ones, send nonsense
     byzantine_factor: float = -1.0  # what such a replica multiplies its outer gradient by

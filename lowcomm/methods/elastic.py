@@ -38,7 +38,7 @@ import math
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Any
@@ -259,7 +259,10 @@ class ElasticUpdates(Engine):
                 f"elastic replicas all compress between their stages, or none does: not method.boundary.replicas ="
                 f" {m.boundary.replicas}"
             )
-        check_mean(m, quorum if m.peers == "all" else min(quorum, m.group_size))
+        fewest = quorum if m.peers == "all" else min(quorum, m.group_size)
+        if m.slices > 1 and m.peers == "all":  # those who are there may be of other slices
+            fewest = m.slices * max(0, quorum - (self.plan.replicas - self.plan.replicas // m.slices))
+        check_mean(m, fewest)
         apart = m.sync_every_steps // len(self.plan.fragments)
         if (tau := self.plan.overlap(self.slot)) >= apart:
             raise ConfigError(
@@ -538,7 +541,8 @@ class ElasticUpdates(Engine):
             version = self._version
             if self.world is not None:
                 version = min(self.world.tell(version, axis="stage"))
-            return self._state(version) | {name: value.cpu() for name, value in self._own().items()}
+            own = self._own(heard=self._met if version == self._version else ())
+            return self._state(version) | {name: value.cpu() for name, value in own.items()}
 
     def _state(self, version: int) -> dict[str, Tensor]:
         """Return the state as of the round met last, or as of the one before. The lock is held."""
@@ -550,9 +554,10 @@ class ElasticUpdates(Engine):
         }
         return state | {"version": torch.tensor(version)}
 
-    def _own(self) -> dict[str, Tensor]:
-        """Return what is this replica's own of outer state."""
-        return {f"{i}/{name}": v.clone() for i, f in enumerate(self.fragments) for name, v in f.own_state().items()}
+    def _own(self, heard: Collection[int] = ()) -> dict[str, Tensor]:
+        """Return what is this replica's own of outer state; heard: fragments whose round is met, and not applied."""
+        own = [fragment.own_state(heard=index in heard) for index, fragment in enumerate(self.fragments)]
+        return {f"{index}/{name}": value.clone() for index, some in enumerate(own) for name, value in some.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Put back what `state_dict` gave; the model's parameters become those last agreed."""

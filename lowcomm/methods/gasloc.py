@@ -10,6 +10,14 @@ momentum in its other form, and the method is DiLoCo; over random pairs (`peers 
 whose momentum is of what the group has moved and not of what the replica itself has. Whatever W is, as long as its
 columns sum to one, the mean over replicas moves as DiLoCo's agreed parameters would with the same outer gradients.
 
+What replicas differ by must fade where they compute nothing. Taking the mean over random groups is a projection P of it
+with E[P] = p, which is 1 - q of `noloco.differing`, and then, exactly, for any number of replicas,
+
+    (E theta'^2, E theta' x', E x'^2) = M (E theta^2, E theta x, E x^2)         `second_moments`
+
+whose largest eigenvalue reaches 1 at 2 gamma^2 + gamma = 1 / p (`momentum_bound`): at gamma = 0.78 for pairs among
+many, and not below 1 for larger groups.
+
     symbol   name here    symbol   name here
     eta      `lr`         gamma    `momentum`
     theta_i  `agreed`     x_i      the buffer `averaged`
@@ -17,11 +25,16 @@ columns sum to one, the mean over replicas moves as DiLoCo's agreed parameters w
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lowcomm.codecs import make_codec
 from lowcomm.methods.config import MethodConfig
+from lowcomm.methods.noloco import differing
 from lowcomm.methods.outer import OuterOptimizer
 from lowcomm.settings import ConfigError
 
@@ -42,7 +55,15 @@ class GossipMomentum(OuterOptimizer):
 
     @classmethod
     def check(cls, method: MethodConfig, replicas: int) -> None:
-        """Refuse codecs that lose something, as errors of parameters would be errors of all that has been learnt."""
+        """Refuse a momentum with which replicas drift apart, and codecs that lose something.
+
+        Errors of parameters would be errors of all that has been learnt.
+        """
+        if method.peers == "group" and method.outer_momentum >= (bound := momentum_bound(method.group_size, replicas)):
+            raise ConfigError(
+                f"method.outer_momentum (gamma) = {method.outer_momentum} must be below {bound:.4g}: in groups of"
+                f" {method.group_size} of {replicas} the replicas drift apart (gasloc.momentum_bound)"
+            )
         if not make_codec(method.codec, method.codec_keep, where="method.codec").lossless:
             raise ConfigError(
                 f"method.outer = gasloc sends parameters, so method.codec must be fp32, not {method.codec}"
@@ -58,3 +79,27 @@ class GossipMomentum(OuterOptimizer):
         averaged = buffers["averaged"]
         torch.lerp(averaged, delta, 1 + self.momentum, out=agreed)
         averaged.copy_(delta)
+
+
+def second_moments(momentum: float, p: float) -> NDArray[np.float64]:
+    """The map of (E theta^2, E theta x, E x^2) of what replicas differ by, where they compute nothing.
+
+    p: the share of it that the mean over a random group keeps, 1 - `noloco.differing`.
+    """
+    moved = 1 + momentum
+    return np.array(
+        [
+            [p * moved**2, -2 * p * momentum * moved, momentum**2],
+            [p * moved, -p * momentum, 0.0],
+            [p, 0.0, 0.0],
+        ]
+    )
+
+
+def momentum_bound(group: int, replicas: float = math.inf) -> float:
+    """The momentum (gamma) from which on replicas that compute nothing no longer come together.
+
+    (sqrt(1 + 8 / p) - 1) / 4, and infinity where the group is of all.
+    """
+    p = 1 - differing(group, replicas)
+    return math.inf if p <= 0 else (math.sqrt(1 + 8 / p) - 1) / 4

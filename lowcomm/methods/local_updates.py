@@ -19,6 +19,9 @@ SparseLoCo, arXiv:2508.15706, Algorithm 1): of the residual e_m, zero at first,
 
     a_m = Delta_m + beta e_m,   e_m = a_m - decode(encode(a_m)),   Delta = mean_m decode(encode(a_m))
 
+so that nothing is lost where beta = 1 and a replica takes what is agreed as it is. With mixing (alpha below) it keeps a
+share of what it has not been able to say, which then joins the next message twice.
+
 DiLoCo exchanges the whole model and takes phi as it is (alpha = 0). Streaming DiLoCo (`streaming`) does this for a
 fragment at a time, with tau inner steps between sending Delta_m and applying Delta.
 
@@ -136,10 +139,16 @@ class FragmentState:
         self._state.fetch(*(self._stepped if to_apply else said))
 
     def delta(self) -> Tensor:
-        """The outer gradient: agreed minus the replica's own parameters."""
+        """The outer gradient: agreed minus the replica's own parameters; of what it keeps to, as others see it."""
         theta = flatten(self.parameters).float()
         (agreed,) = self._state.use("agreed")
-        return torch.sub(agreed, theta, out=theta)
+        return self._as_seen(torch.sub(agreed, theta, out=theta))
+
+    def _as_seen(self, sent: Tensor) -> Tensor:
+        """Change in place what is sent, or would be, to what others see of it."""
+        if self._keep is not None:  # less what is agreed outside, of which this replica has nothing to say
+            self._keep(self.values(sent))
+        return sent if self.factor == 1 else sent.mul_(self.factor)
 
     def message(
         self,
@@ -160,11 +169,7 @@ class FragmentState:
             may_be_unsaid: keep what `unsay` needs, until the message's mean is adopted.
         """
         (agreed,) = self._state.use("agreed")
-        sent = outer.message(agreed, flatten(self.parameters).float())
-        if self._keep is not None:  # less what is agreed outside, of which this replica has nothing to say
-            self._keep(self.values(sent))
-        if self.factor != 1:
-            sent.mul_(self.factor)
+        sent = self._as_seen(outer.message(agreed, flatten(self.parameters).float()))
         if self.feedback:
             (residual,) = self._state.use(RESIDUAL)
             self._unsaid = residual.clone() if may_be_unsaid else None
@@ -198,11 +203,14 @@ class FragmentState:
         """Outer state without what is this replica's own, by name. Not to be written."""
         return {name: self.outer_state()[name] for name in self._stepped}
 
-    def own_state(self) -> dict[str, Tensor]:
-        """What is this replica's own of outer state, as of messages whose means have been adopted."""
+    def own_state(self, *, heard: bool = False) -> dict[str, Tensor]:
+        """What is this replica's own of outer state, as of messages whose means have been adopted.
+
+        heard: whether the others have heard the last message, though its mean has not been adopted yet.
+        """
         if not self.feedback:
             return {}
-        return {RESIDUAL: self.outer_state()[RESIDUAL] if self._unsaid is None else self._unsaid}
+        return {RESIDUAL: self.outer_state()[RESIDUAL] if heard or self._unsaid is None else self._unsaid}
 
     def apply(self, mean: Tensor, mixing: float, peers: Tensor | None, outer: OuterOptimizer) -> None:
         """Take the outer step with the mean of what was sent, then mix: theta <- alpha theta + (1 - alpha) agreed.

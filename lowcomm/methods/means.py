@@ -7,6 +7,8 @@ are, unless lengths and directions are averaged apart. Sparse messages have a qu
 that has sent nothing at a place counts as zero there (SparseLoCo's Algorithm 1) or not at all (its public code, and
 DeMo's).
 
+Norms are each member's own work, so with means of these replicas stay equal to the last bit where machines round alike.
+
 To add one, write a file in this folder with a class that derives from `Mean` and has `names`.
 """
 

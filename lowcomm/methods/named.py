@@ -68,8 +68,8 @@ class NoLoCo(LocalUpdates):
 class SparseLoCo(LocalUpdates):
     """SparseLoCo (arXiv:2508.15706): the largest 64 of 4,096 values in 2 bits, with error feedback and no momentum.
 
-    146 times fewer bytes than DiLoCo. H = 15, beta = 0.95 and an outer learning rate of 1 as in its public code, whose
-    mean is over those that have sent a value (`mean = "senders"`); its Algorithm 1 has the mean over all.
+    A message is 146 times shorter than in fp32. H = 15, beta = 0.95 and an outer learning rate of 1 as in its public
+    code, whose mean is over those that have sent a value (`mean = "senders"`); its Algorithm 1 has the mean over all.
     """
 
     default = MethodConfig(
@@ -88,8 +88,9 @@ class SparseLoCo(LocalUpdates):
 class DeMo(LocalUpdates):
     """DeMo (arXiv:2411.19870): each step the largest 32 of 64 x 64 cosines of what has not been sent yet, and its sign.
 
-    The decay is 0.999, as in its public code. It wants plain SGD inside, so that an outer gradient is a gradient times
-    the inner learning rate, and an outer learning rate of what AdamW's would be; the inner rate then cancels.
+    The decay is 0.999, as in its public code. It wants plain SGD inside at a constant rate, which then cancels: an
+    outer gradient is a gradient times that rate, and of it the sign is taken. The outer rate is what AdamW's would be,
+    and may follow a schedule (`outer_lr_shape`).
     """
 
     default = MethodConfig(
@@ -109,7 +110,7 @@ class GASLoC(LocalUpdates):
     """GASLoC (arXiv:2606.11081): DiLoCo's momentum over random pairs, each replica's own.
 
     With `peers = "all"` it is DiLoCo. H = 30, eta = 0.7 and gamma = 0.6 are ours. There is no one model: `evaluated`
-    shows each replica's own parameters as last averaged, `weights` their mean.
+    shows what each replica begins its inner steps with, `weights` the mean of that.
     """
 
     default = MethodConfig(

@@ -49,8 +49,8 @@ class PulledMomentum(HeavyBall):
     Where pull = lr, as in the public code, the peers' slow weights cancel: lr * Delta + pull * (agreed - peers) is
     lr * (agreed - theta), with theta the mean of the group's fast weights. So in `one_message` the parameters
     themselves travel, half the bytes of outer gradients and slow weights. (It takes a lossless codec, as errors of
-    parameters would be errors of all that has been learnt, replicas that all train every parameter, an ordinary mean,
-    and a rate that stays as it is.)
+    parameters would be errors of all that has been learnt, replicas that all train every parameter, and an ordinary
+    mean.)
     """
 
     names = ("noloco",)
@@ -66,7 +66,7 @@ class PulledMomentum(HeavyBall):
     def of(cls, method: MethodConfig) -> PulledMomentum:
         """The momentum with alpha, beta and gamma of a method, in one message where that is the same."""
         lossless = make_codec(method.codec, method.codec_keep, where="method.codec").lossless
-        plain = lossless and method.trainable != "slice" and method.mean == "mean" and not method.outer_lr_shape
+        plain = lossless and method.trainable != "slice" and method.mean == "mean"
         one_message = plain and method.outer_pull == method.outer_lr
         return cls(method.outer_lr, method.outer_momentum, method.outer_pull, one_message=one_message)
 
@@ -80,6 +80,11 @@ class PulledMomentum(HeavyBall):
             )
         if method.outer_lr == 0:
             raise ConfigError("method.outer_lr must be above 0 with method.outer = noloco")
+        if method.outer_lr_shape:
+            raise ConfigError(
+                "method.outer_lr_shape does not go with method.outer = noloco: its momentum has the pull in it, which a"
+                " rate that falls would leave too large"
+            )
         if len(set(method.overlap_steps)) > 1:
             raise ConfigError(
                 f"method.overlap_steps = {list(method.overlap_steps)} must be one value with method.outer = noloco:"

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lowcomm.choices import check_settings, choose
-from lowcomm.codecs import in_one_piece, make_codec
+from lowcomm.codecs import check_feedback, in_one_piece, make_codec
 from lowcomm.comm.encoded import read_back
 from lowcomm.comm.shares import Section, encoded_mean_in_shares, owned_mean_bytes
 from lowcomm.methods.bases import Basis
@@ -138,21 +138,21 @@ def _check_messages(method: MethodConfig, defaults: MethodConfig, replicas: int)
                     f"method.{key} = {getattr(method, key)} means nothing with method.codec = {method.codec}, which"
                     " loses nothing"
                 )
-    if method.error_feedback and method.codec == "dare":
-        raise ConfigError(
-            "method.error_feedback with method.codec = dare grows without bound: it scales what it keeps; use dropout"
-        )
+    if method.error_feedback:
+        check_feedback(method.codec, method.codec_keep, "method")
     check_mean(method, method.group_size if "group_size" in peers.settings else replicas)
     if not method.byzantine and method.byzantine_factor != defaults.byzantine_factor:
         raise ConfigError(f"method.byzantine_factor = {method.byzantine_factor} means nothing with byzantine = 0")
     if method.byzantine >= max(1, replicas):
         raise ConfigError(f"method.byzantine = {method.byzantine} must leave one or more of {replicas} replicas honest")
     outer = choose(OuterOptimizer, method.outer, "method.outer").of(method)
-    for key in ("byzantine", "mean"):
-        if outer.sends_parameters and getattr(method, key) != getattr(defaults, key):
+    about = {key: (getattr(method, key), getattr(defaults, key)) for key in ("byzantine", "mean")}
+    about["boundary.replicas"] = method.boundary.replicas, 0
+    for key, (value, default) in about.items():
+        if outer.sends_parameters and value != default:
             raise ConfigError(
-                f"method.{key} = {getattr(method, key)} is about outer gradients: not with method.outer ="
-                f" {method.outer}, of which parameters travel"
+                f"method.{key} = {value} is about outer gradients: not with method.outer = {method.outer}, of which"
+                " parameters travel"
             )
 
 
@@ -229,8 +229,8 @@ class Plan:
         h, count = method.sync_every_steps, len(groups)
         if count > h:
             raise ConfigError(
-                f"method.sync_every_steps = {h} is too short for {count} fragments (one is of what is in no"
-                f" {'slice' if method.fragments == 'slices' else 'layer'}) to take turns"
+                f"method.sync_every_steps = {h} is too short for {count} fragments{_REST.get(method.fragments, '')} to"
+                " take turns"
             )
         self.schedule = Schedule(count, h)
         self.fragments = [self._fragment(group, self.schedule.offset(p)) for p, group in enumerate(groups)]
@@ -368,6 +368,11 @@ def layer_of(shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
 
 def _layer_count(shapes: Mapping[str, Sequence[int]]) -> int:
     return max(layer_of(shapes).values(), default=0) + 1
+
+
+#: What the last fragment is of, by the kind of fragments.
+_REST = {"slices": " (one is of what is in no slice)", "patterns": " (one may be of what no pattern matches)"}
+_REST |= dict.fromkeys(("sequential", "strided"), " (one is of what is in no layer)")
 
 
 def _groups(found: list[Piece], method: MethodConfig) -> list[list[Piece]]:

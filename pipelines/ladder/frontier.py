@@ -109,7 +109,7 @@ CHOICES: dict[str, dict[str, Any]] = {
         "method": {"codec": "chunk_topk_2bit", "codec_keep": 1 / 64, "error_feedback": 0.95},
     },
     "4 bits": {"method": {"codec": "e3m0"}},
-    "cosines": {"method": {"basis": "cosines", "codec": "chunk_topk", "codec_keep": 1 / 128}},
+    "cosines, sparse": {"method": {"basis": "cosines", "codec": "chunk_topk", "codec_keep": 1 / 128}},
     "streaming": {"method": {"fragments": "strided", "layers_per_fragment": 2, "overlap_steps": [1], "mixing": 0.5}},
     "NoLoCo": {"method": {"peers": "group", "outer": "noloco", "outer_momentum": 0.5, "outer_pull": 0.7}},
     "GASLoC": {"method": {"peers": "group", "outer": "gasloc"}},
@@ -151,15 +151,10 @@ def composes(ladder: Ladder, rung: str) -> list[dict[str, str]]:
             both = merged(CHOICES[one], CHOICES[other])
             why = "one choice" if both is None else ""
             if both is not None:
-                grid = {"replicas": 8, "size": "doubled"}
+                asked = {"replicas": 8, **both}
                 try:
-                    _run(ladder, rung, grid | both)
+                    ladder.project.run_config("diloco", variant="doubled", scale=rung, params=ladder.params, **asked)
                 except ConfigError as error:
                     why = str(error)
             found.append({"one": one, "other": other, "why_not": why})
     return found
-
-
-def _run(ladder: Ladder, rung: str, settings: Mapping[str, Any]) -> RunConfig:
-    asked = {key: value for key, value in settings.items() if key != "size"}
-    return ladder.project.run_config("diloco", variant="doubled", scale=rung, params=ladder.params, **asked)

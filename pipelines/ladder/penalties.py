@@ -37,8 +37,8 @@ PAIRS = (
     ("sparse messages", 1, "sparse/m2", "diloco/m2"),
     ("sparse messages", 1, "sparse/m4", "diloco/m4"),
     ("Muon", 1, "muon/batch", ""),
-    ("Muon", 1, "muloco/m2", "diloco/m2"),
-    ("Muon", 1, "muloco/m4", "diloco/m4"),
+    ("Muon inside", 1, "muloco/m2", "diloco/m2"),
+    ("Muon inside", 1, "muloco/m4", "diloco/m4"),
     ("composed", 8, "together/all", ""),
 )
 OURS = "the ladder"
