@@ -25,6 +25,7 @@ import multiprocessing
 import shutil
 import sys
 import time
+from collections.abc import Collection
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -92,11 +93,18 @@ def run_digest(folder: RunFolder) -> str:
     return hashlib.sha256("\n".join([*files, json.dumps(sent, sort_keys=True)]).encode()).hexdigest()
 
 
-def train_all(project: Project = PROJECT) -> list[RunConfig]:
-    """Train the probes that this code and these settings have not trained already, a run per core; returns all."""
+#: Runs with their variants ("" for a run that has none), where not all are wanted.
+Wanted = Collection[tuple[str, str]]
+
+
+def train_all(project: Project = PROJECT, wanted: Wanted | None = None) -> list[RunConfig]:
+    """Train the probes that this code and these settings have not trained already, a run per core; returns all.
+
+    wanted: of these alone.
+    """
     params, source = project.load_params(), source_digest()
     runs = [project.run_points(run, scale=SCALE, params=params) for run in params["runs"]]
-    configs = [config for points in runs for config in points]
+    configs = [c for points in runs for c in points if wanted is None or (c.name, c.variant) in wanted]
     stamps = {corpus: _stamp(project, corpus) for corpus in params["corpora"]}
     corpora = [corpus for corpus, s in stamps.items() if not s.exists() or s.read_text() != source]
     todo = [
@@ -117,10 +125,13 @@ def train_all(project: Project = PROJECT) -> list[RunConfig]:
     return configs
 
 
-def write_digests(project: Project = PROJECT) -> None:
-    """Train what is to be trained, and write the digests of all probes into `probes` of the project's build folder."""
+def write_digests(project: Project = PROJECT, wanted: Wanted | None = None) -> None:
+    """Train what is to be trained, and write the digests of all probes into `probes` of the project's build folder.
+
+    wanted: of these alone; there are none of others then.
+    """
     folder, found = project.build / "probes", {}
-    for config in train_all(project):
+    for config in train_all(project, wanted):
         found.setdefault(config.name, {})[config.variant] = run_digest(folder_of(config, project))
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "corpora").mkdir(parents=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import json
 import math
 import signal
@@ -23,7 +24,7 @@ from pipelines import probes
 from pipelines.ladder import workers
 from pipelines.ladder.__main__ import listed, main
 from pipelines.ladder.fits import at_their_best, gap_rows, read_cells, read_trials
-from pipelines.ladder.headline import read_pairs, retrain
+from pipelines.ladder.headline import read_pairs
 from pipelines.ladder.plan import LADDER, Ladder, Line, Plan, Row, read_plan
 from pipelines.ladder.tune import tune, walk_line, walk_row
 from tests.harness import clean_environment, small_ladder
@@ -165,6 +166,19 @@ def test_a_curve_is_the_mean_of_each_part() -> None:
     assert workers.curve(rows[:3]) == [(1, 1.0), (2, 0.0), (3, 1.0)]
 
 
+def test_a_row_may_have_fewer_seeds_than_its_rung() -> None:
+    plan = LADDER.plan
+    for rung, row, seeds in (("0.12M", "diloco/m2", 5), ("0.12M", "muon/batch", 3), ("1.05M", "diloco/m2", 2)):
+        assert plan.rungs[rung].seeds_of(plan.rows[row]) == seeds
+    points = LADDER.results_at("0.12M", ["diloco/m2", "averaging"])
+    assert len(points) == 10
+    two = dataclasses.replace(plan.rows["averaging"], seeds=2)
+    fewer = dataclasses.replace(plan, rows=plan.rows | {"averaging": two})
+    ladder = Ladder(LADDER.folder, LADDER.build, LADDER.results)
+    ladder.__dict__["plan"] = fewer
+    assert [p.seed for p in ladder.results_at("0.12M", ["averaging"])] == [0, 1]
+
+
 def test_gain_and_momentum_are_settings_of_the_outer_step() -> None:
     rows = LADDER.plan.rows
     values = {"lr": 0.01, "gain": 2.4, "momentum": 0.5, "embedding": 0.3, "warmup": 0.1}
@@ -301,8 +315,10 @@ def test_points_are_those_of_plain_runs_and_none_is_done_again(small: Ladder, ca
         read_pairs(small, again)
     (again / "points" / "a" / "old").mkdir(parents=True)
     (again / "points" / "a" / "old" / "seed0.json").write_text("{}")
-    with workers.Workers() as some:
-        retrain(small, some)
+    assert main(["headline"], small) == 0
+    told = json.loads((small.build / "headline-probes.json").read_text())
+    assert list(told) == ["plain", "diloco/m2"]  # those that it needs, and no others
+    assert json.loads((small.build / "probes" / "diloco.json").read_text()) == {"m2": told["diloco/m2"]}
     assert [pair.point.title for pair in read_pairs(small, again)] == ["plain at a, seed 0", "diloco/m2 at a, seed 0"]
     for pair in read_pairs(small, again):  # the same run, but for clock and machine
         assert pair.there.keys() - pair.here.keys() == {"seconds", "environment"}

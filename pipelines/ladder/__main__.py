@@ -1,6 +1,7 @@
 """The command of the ladder.
 
-    python -m pipelines.ladder prepare        prepare its corpus, and train its probes
+    python -m pipelines.ladder prepare        prepare its corpus, and train its probes; with "headline" after it, those
+                                              of the headline's rows alone
     python -m pipelines.ladder tune 0.12M     tune all rows of a rung
     python -m pipelines.ladder train 0.12M    train its results, with what tuning found
     python -m pipelines.ladder predict 1.05M  register what is expected of a rung, before it has a point
@@ -18,23 +19,31 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 from lowcomm.experiment.project import pick
 from lowcomm.settings import ConfigError
 from pipelines.ladder.headline import retrain
-from pipelines.ladder.plan import LADDER, PUBLISHED, Ladder, Rung
+from pipelines.ladder.plan import LADDER, PUBLISHED, Ladder, Row, Rung
 from pipelines.ladder.tune import tune
 from pipelines.ladder.workers import Workers, one_by_one
 from pipelines.probes import SCALE, write_digests
 from pipelines.project import load_params, record_seconds
 
 
-def prepare(ladder: Ladder) -> None:
-    """Prepare the corpora and train the probes, as far as that has not been done."""
+def prepare(ladder: Ladder, rows: Collection[str] | None = None) -> None:
+    """Prepare the corpora and train the probes, as far as that has not been done.
+
+    rows: those whose probes are wanted, all by default; what they are is then written to headline-probes.json too.
+    """
     from lowcomm.experiment.data import prepared  # with the tokenizer, which training does without
 
-    write_digests(ladder.project)
+    some = None if rows is None else [ladder.plan.rows[name] for name in rows]
+    write_digests(ladder.project, some and {(row.run, row.variant) for row in some})
+    if some is not None:
+        told = {row.name: ladder.probe(row) for row in some}
+        (ladder.build / "headline-probes.json").write_text(json.dumps(told, indent=1) + "\n")
     for corpus in ladder.params["corpora"]:
         prepared(ladder.project, corpus, next(scale for scale in ladder.params["scales"] if scale != SCALE))
     link_rungs(ladder)
@@ -70,45 +79,50 @@ def train(ladder: Ladder, rung: str, workers: Workers) -> None:
 def listed(ladder: Ladder) -> str:
     """Return what is done as text: of each rung and row the trials, and the points with their mean loss."""
     lines = [f"{'rung':8}{'row':30}{'trials':>7}{'points':>9}   mean loss"]
-    lines += [_line(ladder.results, rung, name) for rung in ladder.plan.rungs.values() for name in rung.rows]
+    rows = ladder.plan.rows
+    lines += [_line(ladder.results, rung, rows[name]) for rung in ladder.plan.rungs.values() for name in rung.rows]
     return "\n".join(lines)
 
 
-def _line(results: Path, rung: Rung, name: str) -> str:
+def _line(results: Path, rung: Rung, row: Row) -> str:
+    name = row.name
     trials = len(list((results / "tuning" / rung.name / name).glob("*.json")))
     losses = [json.loads(f.read_text())["val_loss"] for f in (results / "points" / rung.name / name).glob("*.json")]
     mean = f"   {sum(losses) / len(losses):.4f}" if losses else ""
-    return f"{rung.name:8}{name:30}{trials:7}{f'{len(losses)} of {rung.seeds}':>9}{mean}"
+    return f"{rung.name:8}{name:30}{trials:7}{f'{len(losses)} of {rung.seeds_of(row)}':>9}{mean}"
 
 
 def main(argv: list[str] | None = None, ladder: Ladder = LADDER) -> int:
     """Command line; see `--help`."""
     parser = argparse.ArgumentParser(prog="python -m pipelines.ladder", description=__doc__.split("\n")[0])
     parser.add_argument("what", choices=("prepare", "tune", "train", "predict", "list", "headline"))
-    parser.add_argument("rung", nargs="?", help="of plan.yaml; for tune, train and predict")
+    parser.add_argument("rung", nargs="?", help="of plan.yaml, for tune, train and predict")
     args = parser.parse_args(argv)
-    if (args.rung is None) == (args.what in ("tune", "train", "predict")):
-        parser.error(f"{args.what} {'needs' if args.rung is None else 'takes no'} rung")
+    headline = args.what == "headline" or (args.what, args.rung) == ("prepare", "headline")
+    rung = None if headline else args.rung
+    if (rung is None) == (args.what in ("tune", "train", "predict")):
+        parser.error(f"{args.what} {'needs' if rung is None else 'takes no'} rung")
     try:
         if args.what == "list":
             print(listed(ladder))
             return 0
-        if args.rung is not None and (args.what, args.rung) != ("predict", PUBLISHED):
-            pick(ladder.plan.rungs, args.rung, "rung")
+        if rung is not None and (args.what, rung) != ("predict", PUBLISHED):
+            pick(ladder.plan.rungs, rung, "rung")
         if args.what == "predict":
             from pipelines.ladder.fits import register  # with what draws tables, which training does without
 
-            told = "registered" if register(ladder, args.rung) else "they stand as they were registered before"
-            print(f"predictions of {args.rung}: {told}")
+            told = "registered" if register(ladder, rung) else "they stand as they were registered before"
+            print(f"predictions of {rung}: {told}")
             return 0
         begin = time.perf_counter()
-        prepare(ladder)
+        prepare(ladder, ladder.plan.headline[1] if headline else None)
         with Workers() as workers:
-            if args.rung is not None:
-                {"tune": tune, "train": train}[args.what](ladder, args.rung, workers)
+            if rung is not None:
+                {"tune": tune, "train": train}[args.what](ladder, rung, workers)
             elif args.what == "headline":
                 retrain(ladder, workers)
-        if ladder is LADDER and (stage := {"prepare": "headline_probes", "headline": "headline"}.get(args.what)):
+        if ladder is LADDER and headline:
+            stage = "headline" if args.what == "headline" else "headline_probes"
             record_seconds(stage, load_params()["scale"], time.perf_counter() - begin)
     except (ConfigError, RuntimeError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)

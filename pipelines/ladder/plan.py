@@ -66,7 +66,8 @@ class Row:
     """A method of the ladder.
 
     lines: its numbers, in the order in which they are tuned. start: the row whose values it begins with. begin: where
-    lines begin that begin elsewhere in this row. rungs: those that have it; if empty, all that list no rows.
+    lines begin that begin elsewhere in this row. rungs: those that have it; if empty, all that list no rows. seeds: how
+    many it has, where that is fewer than a rung's others have; 0: as many.
     """
 
     name: str
@@ -74,6 +75,7 @@ class Row:
     start: str = ""
     begin: tuple[tuple[str, float], ...] = ()
     rungs: tuple[str, ...] = ()
+    seeds: int = 0
 
     @property
     def run(self) -> str:
@@ -95,6 +97,10 @@ class Rung:
     tuned_at: str
     rows: tuple[str, ...]
     gpu: bool = False
+
+    def seeds_of(self, row: Row) -> int:
+        """How many seeds a row has here."""
+        return min(self.seeds, row.seeds or self.seeds)
 
 
 @dataclass(frozen=True)
@@ -131,9 +137,10 @@ def read_plan(path: Path) -> Plan:
         _only(entry, {"begin", "factor", "values"}, f"lines.{name}")
         lines[name] = Line(entry["begin"], entry.get("factor", 0.0), tuple(entry.get("values", ())))
     for name, entry in told["rows"].items():
-        _only(entry, {"from", "lines", "begin", "rungs"}, f"rows.{name}")
+        _only(entry, {"from", "lines", "begin", "rungs", "seeds"}, f"rows.{name}")
         begin, own = entry.get("begin", {}), tuple(entry.get("rungs", ()))
-        row = Row(name, tuple(entry.get("lines", ())), entry.get("from", ""), tuple(begin.items()), own)
+        start, seeds = entry.get("from", ""), entry.get("seeds", 0)
+        row = Row(name, tuple(entry.get("lines", ())), start, tuple(begin.items()), own, seeds)
         for rung in own:
             pick(told["rungs"], rung, f"rung of rows.{name}")
         for line in (*row.lines, *begin):
@@ -242,6 +249,7 @@ class Ladder:
             Point(self, self.plan.rows[name], rung, seed, values[name], is_trial=False)
             for seed in range(there.seeds)
             for name in asked
+            if seed < there.seeds_of(self.plan.rows[name])
         ]
 
     def tuned_file(self, rung: str) -> Path:
