@@ -166,9 +166,15 @@ def test_a_curve_is_the_mean_of_each_part() -> None:
     assert workers.curve(rows[:3]) == [(1, 1.0), (2, 0.0), (3, 1.0)]
 
 
-def test_a_row_may_have_fewer_seeds_than_its_rung() -> None:
+def test_a_row_may_have_fewer_seeds_than_its_rung_or_more() -> None:
     plan = LADDER.plan
-    for rung, row, seeds in (("0.12M", "diloco/m2", 5), ("0.12M", "muon/batch", 3), ("1.05M", "diloco/m2", 2)):
+    for rung, row, seeds in (
+        ("0.12M", "diloco/m2", 5),
+        ("0.12M", "muon/batch", 3),
+        ("0.33M", "diloco/m2", 5),
+        ("0.33M", "diloco/m4", 3),
+        ("1.05M", "diloco/m2", 2),
+    ):
         assert plan.rungs[rung].seeds_of(plan.rows[row]) == seeds
     points = LADDER.results_at("0.12M", ["diloco/m2", "averaging"])
     assert len(points) == 10

@@ -225,12 +225,12 @@ def predict(
     if len(compute) != stages:
         raise ValueError(f"{len(compute)} stages' seconds for {stages} stages")
     within = links if within is None else within
-    bits_per_second, bits_within = (np.asarray(ls.mbit_per_s, dtype=np.float64) * 1e6 for ls in (links, within))
+    bits_per_second, bits_within = (_numbers(ls.mbit_per_s) * 1e6 for ls in (links, within))
     latency, jitter = links.latency_ms / 1e3, sigma_of(links.jitter)
     longer = _uneven(config, links.stragglers)
     forward, backward = (tuple(seconds * longer for seconds in way) for way in zip(*compute, strict=True))
     if stages == 1:
-        step: Seconds = np.zeros_like(bits_per_second) + (forward[0] + backward[0]) * t.accumulation
+        step: Seconds = 0.0 * bits_per_second + (forward[0] + backward[0]) * t.accumulation
     else:
         activations, gradients = (8 * nbytes / bits_within for nbytes in message_bytes(config))
         wires = ((seconds,) * (stages - 1) for seconds in (activations, gradients, within.latency_ms / 1e3))
@@ -245,7 +245,13 @@ def predict(
     if config.exchanges_parameters:
         step = _with_turns(config, step, bits_per_second, wait)
     computing = sum(map(sum, compute)) / stages * t.accumulation
-    return Prediction(step, computing / step)
+    return Prediction(np.asarray(step), np.asarray(computing / step))
+
+
+def _numbers(values: ArrayLike) -> Seconds:
+    """Return values in fp64, a single one as a number."""
+    found = np.asarray(values, dtype=np.float64)
+    return found if found.ndim else float(found)
 
 
 def _uneven(config: RunConfig, stragglers: float) -> float:
@@ -267,7 +273,7 @@ def _uneven(config: RunConfig, stragglers: float) -> float:
     )
 
 
-def _with_turns(config: RunConfig, pipeline: Seconds, bits_per_second: NDArray[np.float64], wait: float) -> Seconds:
+def _with_turns(config: RunConfig, pipeline: Seconds, bits_per_second: Seconds, wait: float) -> Seconds:
     """Return the seconds per step where fragments take turns, once it has settled: of the third and fourth round.
 
     Stages end a step together, as the norm of their gradients is one. Steps after which nothing is sent or awaited are
@@ -281,7 +287,7 @@ def _with_turns(config: RunConfig, pipeline: Seconds, bits_per_second: NDArray[n
         for index, fragment in enumerate(config.plan(s).fragments):
             for step in range(fragment.offset + h, 4 * h + 1, h):
                 sent.setdefault(step, []).append((s, index))
-    now: Seconds = np.zeros_like(bits_per_second)
+    now: Seconds = 0.0 * bits_per_second
     settled: Seconds = now
     coming: dict[tuple[int, int], tuple[int, Seconds]] = {}  # (stage, fragment): the step after which, and when
     slow: dict[tuple[int, int], Seconds] = {}

@@ -52,8 +52,9 @@ class Timeline:
     def add(self, resource: Any, seconds: Seconds, after: Iterable[Seconds] = (), label: Any = None) -> Seconds:
         """Queue work on `resource`; returns when it ends. `after`: ends of what it waits for."""
         begin = self._free[resource]
-        for end in after:
-            begin = np.maximum(begin, end)
+        for end in after:  # numbers are many times faster than arrays of one
+            are_numbers = isinstance(begin, float) and isinstance(end, float)
+            begin = max(begin, end) if are_numbers else np.maximum(begin, end)
         end = self._free[resource] = begin + seconds
         if self.nodes is not None:
             self.nodes.append(Node(resource, label, begin, end))

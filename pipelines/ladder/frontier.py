@@ -35,6 +35,8 @@ ROWS = (
     "muloco/m2",
     "muloco/m4",
     "sparse/m2",
+    "sparse/eighth",
+    "sparse/h15",
     "sparse/m4",
     "sparse/everyone",
     "sparse/without_feedback",

@@ -90,17 +90,21 @@ class Row:
 
 @dataclass(frozen=True)
 class Rung:
-    """A size: how many seeds its rows have, at which rung they are tuned, which rows it has, and if it wants a GPU."""
+    """A size: how many seeds its rows have, at which rung they are tuned, which rows it has, and if it wants a GPU.
+
+    more: rows that have another number of seeds here.
+    """
 
     name: str
     seeds: int
     tuned_at: str
     rows: tuple[str, ...]
     gpu: bool = False
+    more: Mapping[str, int] = field(default_factory=dict)
 
     def seeds_of(self, row: Row) -> int:
         """How many seeds a row has here."""
-        return min(self.seeds, row.seeds or self.seeds)
+        return self.more.get(row.name, min(self.seeds, row.seeds or self.seeds))
 
 
 @dataclass(frozen=True)
@@ -149,12 +153,16 @@ def read_plan(path: Path) -> Plan:
             raise ConfigError(f"rows.{name} begins from {row.start!r}, which must stand before it")
         rows[name] = row
     for name, entry in told["rungs"].items():
-        _only(entry, {"seeds", "tuned_at", "rows", "gpu"}, f"rungs.{name}")
+        _only(entry, {"seeds", "tuned_at", "rows", "gpu", "more"}, f"rungs.{name}")
         chosen = tuple(entry.get("rows", (row.name for row in rows.values() if name in (row.rungs or (name,)))))
         for row in chosen:
             pick(rows, row, f"row of rungs.{name}")
         pick(told["rungs"], entry["tuned_at"], f"rung to tune {name} at")
-        rungs[name] = Rung(name, entry["seeds"], entry["tuned_at"], chosen, entry.get("gpu", False))
+        more = entry.get("more", {})
+        for row in more:
+            if row not in chosen:
+                raise ConfigError(f"rungs.{name}.more has {row!r}, which is no row of this rung")
+        rungs[name] = Rung(name, entry["seeds"], entry["tuned_at"], chosen, entry.get("gpu", False), more)
     published = told.get("published", {})
     for row, preset in published.items():
         pick(rows, row, "row of published")
@@ -247,7 +255,7 @@ class Ladder:
         values = {name: tuple(sorted(pick(tuned, name, f"tuned row of {rung}").items())) for name in asked}
         return [
             Point(self, self.plan.rows[name], rung, seed, values[name], is_trial=False)
-            for seed in range(there.seeds)
+            for seed in range(max((there.seeds_of(self.plan.rows[name]) for name in asked), default=0))
             for name in asked
             if seed < there.seeds_of(self.plan.rows[name])
         ]
