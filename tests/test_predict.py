@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from lowcomm.experiment.config import RunConfig
 from lowcomm.experiment.run_folder import RunFolder, read_metrics
 from lowcomm.experiment.train import train_in_threads
 from lowcomm.experiment.trainer import Trainer
+from lowcomm.methods.config import MethodConfig
 from lowcomm.methods.local_updates import LocalUpdates
 from lowcomm.methods.pipeline import bubble
 from lowcomm.methods.streaming import Schedule
@@ -320,3 +322,17 @@ def test_a_live_run_is_predicted_as_its_replay(name: str, corpus: Path, tmp_path
     # What is waited for after the window is not: it ends when its last step does.
     begun, ended = (min(s.submitted for t in traces for s in t if s.step == step) for step in (9, 41))
     assert live.step_seconds(1e9) * 32 < 1.2 * (ended - begun)
+
+
+@pytest.mark.parametrize("kind", ["diloco", "streaming", "gradients"])
+def test_a_single_rate_is_one_of_many_and_may_be_infinite(kind: str) -> None:
+    streaming = {"fragments": "strided", "layers_per_fragment": 1, "overlap_steps": [1], "codec": "e3m0"}
+    config = small_run("diloco_m2", method=streaming if kind == "streaming" else {})
+    if kind == "gradients":
+        config = dataclasses.replace(config, method=MethodConfig("gradients"))
+    rates = [1.0, 100.0, math.inf]
+    many = predict(config, [(0.01, 0.02)], Links(rates, latency_ms=5.0)).step_seconds
+    alone = [float(predict(config, [(0.01, 0.02)], Links(rate, latency_ms=5.0)).step_seconds) for rate in rates]
+    assert alone == list(many)
+    assert all(map(math.isfinite, alone))
+    assert alone[0] >= alone[1] >= alone[2] > 0

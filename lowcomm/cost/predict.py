@@ -230,7 +230,7 @@ def predict(
     longer = _uneven(config, links.stragglers)
     forward, backward = (tuple(seconds * longer for seconds in way) for way in zip(*compute, strict=True))
     if stages == 1:
-        step: Seconds = 0.0 * bits_per_second + (forward[0] + backward[0]) * t.accumulation
+        step: Seconds = _zeros(bits_per_second) + (forward[0] + backward[0]) * t.accumulation
     else:
         activations, gradients = (8 * nbytes / bits_within for nbytes in message_bytes(config))
         wires = ((seconds,) * (stages - 1) for seconds in (activations, gradients, within.latency_ms / 1e3))
@@ -252,6 +252,11 @@ def _numbers(values: ArrayLike) -> Seconds:
     """Return values in fp64, a single one as a number."""
     found = np.asarray(values, dtype=np.float64)
     return found if found.ndim else float(found)
+
+
+def _zeros(like: Seconds) -> Seconds:
+    """Return zeros of the same kind, also where a rate is infinite."""
+    return 0.0 if isinstance(like, float) else np.zeros_like(like)
 
 
 def _uneven(config: RunConfig, stragglers: float) -> float:
@@ -287,7 +292,7 @@ def _with_turns(config: RunConfig, pipeline: Seconds, bits_per_second: Seconds, 
         for index, fragment in enumerate(config.plan(s).fragments):
             for step in range(fragment.offset + h, 4 * h + 1, h):
                 sent.setdefault(step, []).append((s, index))
-    now: Seconds = 0.0 * bits_per_second
+    now: Seconds = _zeros(bits_per_second)
     settled: Seconds = now
     coming: dict[tuple[int, int], tuple[int, Seconds]] = {}  # (stage, fragment): the step after which, and when
     slow: dict[tuple[int, int], Seconds] = {}
