@@ -212,6 +212,12 @@ def test_readme_and_index_show_the_results() -> None:
     assert "All four papers" in readme_block()
 
 
+def test_no_page_shows_what_is_no_number() -> None:
+    pages = [*(ROOT / "results").rglob("*.md"), *(ROOT / "results").rglob("*.claims.json"), ROOT / "README.md"]
+    assert len(pages) > 100
+    assert not [str(page.relative_to(ROOT)) for page in pages if re.search(r"\bnan\b", page.read_text())]
+
+
 def test_minutes_of_all_stages_are_shown_paper_by_paper() -> None:
     names = stages()
     assert {family(name, load_params()["runs"]) for name in names if name not in WITHOUT_NOTEBOOK} == set(FAMILIES)
