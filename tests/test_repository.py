@@ -213,7 +213,8 @@ def test_readme_and_index_show_the_results() -> None:
 
 
 def test_no_page_shows_what_is_no_number() -> None:
-    pages = [*(ROOT / "results").rglob("*.md"), *(ROOT / "results").rglob("*.claims.json"), ROOT / "README.md"]
+    found = [*(ROOT / "results").rglob("*.md"), *(ROOT / "results").rglob("*.claims.json"), ROOT / "README.md"]
+    pages = [page for page in found if "smoke" not in page.parts]  # which are not in git
     assert len(pages) > 100
     assert not [str(page.relative_to(ROOT)) for page in pages if re.search(r"\bnan\b", page.read_text())]
 
