@@ -56,6 +56,13 @@ def plus_minus(values: Sequence[float], digits: int = 3) -> str:
     return f"{mean} ± {spread(values):.{digits}f} ({len(values)})" if len(values) > 1 else f"{mean} (1)"
 
 
+def ranged(middle: float, low: float, high: float) -> str:
+    """'+0.42 (+0.21 to +0.63) %': a percentage with its interval, where there is one; "" where there is neither."""
+    if math.isnan(middle):
+        return ""
+    return f"{middle:+.2f}" + ("" if math.isnan(low) else f" ({low:+.2f} to {high:+.2f})") + " %"
+
+
 def read_claims(table: Path) -> list[Claim]:
     """The claims that a table's stage has written beside it."""
     path = table.with_suffix(".claims.json")

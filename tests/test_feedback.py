@@ -26,7 +26,7 @@ SPARSE = {key: getattr(SparseLoCo.default, key) for key in ("codec", "codec_keep
 
 
 def drawn(replica: int, turn: int) -> Tensor:
-    """What inner steps have moved: values of many magnitudes."""
+    """Draw what a replica's inner steps have moved in a turn, as values of many magnitudes."""
     generator = torch.Generator().manual_seed(100 * replica + turn)
     x = torch.randn(NUMEL, generator=generator)
     return 1e-3 * x * torch.exp(torch.randn(NUMEL, generator=generator))

@@ -82,7 +82,7 @@ def test_parameters_are_sent_as_they_are() -> None:
 
 
 def spread(momentum: float, replicas: int, turns: int = 60) -> float:
-    """By what factor replicas that compute nothing are further apart after so many turns in pairs."""
+    """Return how many times further apart replicas that compute nothing are after so many turns in pairs."""
     rng, dims = np.random.default_rng(0), 2000
     theta = rng.standard_normal((replicas, dims))
     x, begin = theta.copy(), theta.std(0).mean()

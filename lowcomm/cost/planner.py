@@ -305,17 +305,15 @@ def moves_front(table: pd.DataFrame) -> list[str]:
         if having.empty:
             told.append(f"{name}: in no row (not measured, or refused with all that fits)")
             continue
-        count, best = int((having.front).sum()), table.days_to_equal_loss.min()
+        count, best = int(having.front.sum()), table.days_to_equal_loss.min()
         if not count:
             told.append(f"{name}: not on the front")
             continue
         without = rest.days_to_equal_loss.min() if len(rest) else math.inf
-        share = (
-            "as many days to equal loss without it"
-            if without == best
-            else (f"{without / best:.3g} times the days to equal loss without it")
+        times = "as many" if without == best else f"{without / best:.3g} times the"
+        told.append(
+            f"{name}: in {count} of {int(table.front.sum())} rows on the front; {times} days to equal loss without it"
         )
-        told.append(f"{name}: in {count} of {int(table.front.sum())} rows on the front; {share}")
     return told
 
 

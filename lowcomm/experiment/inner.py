@@ -11,6 +11,7 @@ with AdamW inside SNOO (Kallusky et al., 2025, arXiv:2510.15830): an outer optim
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable
@@ -95,15 +96,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
                 rest[name] = p
         groups = [self._group(shape, some, t) for shape, some in of_shape.items()]
         muon = torch.optim.Muon(groups, momentum=t.muon_momentum, nesterov=False, adjust_lr_fn="original")
-        decayed = [p for p in rest.values() if p.dim() >= 2]
-        vectors = [p for p in rest.values() if p.dim() < 2]
-        adamw = torch.optim.AdamW(
-            [{"params": decayed, "weight_decay": t.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
-            lr=t.lr,
-            betas=(t.beta1, t.beta2),
-            eps=t.eps,
-            fused=True,
-        )
+        adamw = inner_optimizer(rest, dataclasses.replace(t, optimizer="adamw"))
         self._parts = muon, adamw
         super().__init__([*muon.param_groups, *adamw.param_groups], {"fused": True})
         self._share()

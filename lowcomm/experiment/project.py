@@ -53,10 +53,11 @@ def pick(section: dict[str, Any], key: str, what: str) -> Any:
     return section[key]
 
 
-def _merge(base: dict, over: dict) -> dict:
+def merge(base: dict, over: dict) -> dict:
+    """Return the settings of `over` on those of `base`, section by section."""
     out = dict(base)
     for key, value in over.items():
-        out[key] = _merge(out[key], value) if isinstance(value, dict) and isinstance(out.get(key), dict) else value
+        out[key] = merge(out[key], value) if isinstance(value, dict) and isinstance(out.get(key), dict) else value
     return out
 
 
@@ -80,7 +81,7 @@ def _layer(base: dict, over: dict) -> dict:
     """Sections of `over` on those of `base`. A preset is a whole model: nothing below it shines through."""
     if "preset" in over.get("model", {}):
         base = base | {"model": {}}
-    return _merge(base, over)
+    return merge(base, over)
 
 
 def _check_name(name: str, where: str) -> None:

@@ -122,7 +122,7 @@ class Trainer:
         if boundary is None:
             self.passes = WholeModel(world, losses=maybe_compiled(self.model.losses), **common)
         else:
-            whole = make_boundary(BoundaryConfig(), config.model, self.model)
+            some_compress = m.boundary.replicas > 0  # what is agreed need not keep to what crosses between stages
             self.passes = Pipeline(
                 boundary,
                 world,
@@ -130,7 +130,7 @@ class Trainer:
                 head_losses=maybe_compiled(self.model.head_losses),
                 routing=m.route,
                 seed=config.seed,
-                evaluating=whole if m.boundary.replicas else None,
+                evaluating=make_boundary(BoundaryConfig(), config.model, self.model) if some_compress else None,
                 **common,
             )
 

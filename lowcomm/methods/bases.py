@@ -22,7 +22,7 @@ from __future__ import annotations
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -36,21 +36,13 @@ SIDE = 64
 class Basis(Choice, ABC):
     """A change of coordinates that keeps lengths, of parts of parameters one after the other."""
 
+    @abstractmethod
     def into(self, flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> Tensor:
         """Return values [n] in this basis; `shapes` are of the parts, in order."""
-        return torch.cat([self.part_into(part, shape).reshape(-1) for part, shape in _parts(flat, shapes)])
 
+    @abstractmethod
     def back(self, flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> Tensor:
         """The inverse of `into`."""
-        return torch.cat([self.part_back(part, shape).reshape(-1) for part, shape in _parts(flat, shapes)])
-
-    @abstractmethod
-    def part_into(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Return the coordinates, as many as values, of x [n] that are values of a shape."""
-
-    @abstractmethod
-    def part_back(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """The inverse of `part_into`."""
 
 
 class Values(Basis):
@@ -64,27 +56,25 @@ class Values(Basis):
     def back(self, flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> Tensor:
         return flat
 
-    def part_into(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
-        return x
-
-    def part_back(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
-        return x
-
 
 class Tiles(Basis):
     """Tiles of matrices, each in one piece; vectors as they are, in parts as long as a tile's side."""
 
     names = ("tiles",)
 
-    def part_into(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
-        rows, columns = _matrix(shape)
-        n, m = tile_side(rows), tile_side(columns)
-        return self.of_tiles(x.view(rows // n, n, columns // m, m).transpose(1, 2))
+    def into(self, flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> Tensor:
+        found = []
+        for part, rows, n, columns, m in _parts(flat, shapes):
+            tiles = part.view(rows, n, columns, m).transpose(1, 2)
+            found.append(self.of_tiles(tiles).reshape(-1))
+        return torch.cat(found)
 
-    def part_back(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
-        rows, columns = _matrix(shape)
-        n, m = tile_side(rows), tile_side(columns)
-        return self.to_tiles(x.view(rows // n, columns // m, n, m)).transpose(1, 2)
+    def back(self, flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> Tensor:
+        found = []
+        for part, rows, n, columns, m in _parts(flat, shapes):
+            tiles = self.to_tiles(part.view(rows, columns, n, m))
+            found.append(tiles.transpose(1, 2).reshape(-1))
+        return torch.cat(found)
 
     def of_tiles(self, tiles: Tensor) -> Tensor:
         """The coordinates of tiles [..., n, m], of the same shape."""
@@ -124,10 +114,13 @@ def cosines(size: int, device: torch.device) -> Tensor:
     return matrix.float().to(device)
 
 
-def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:
-    """A shape as rows and columns; of a vector, one row."""
-    return (1, math.prod(shape)) if len(shape) < 2 else (shape[0], math.prod(shape[1:]))
+def _parts(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> Iterator[tuple[Tensor, int, int, int, int]]:
+    """Yield each part with its tiles: how many lie below each other, of how many rows, and the same of columns.
 
-
-def _parts(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[tuple[Tensor, tuple[int, ...]]]:
-    return list(zip(flat.split([math.prod(shape) for shape in shapes]), shapes, strict=True))
+    A part counts as a matrix with its first dimension's rows, and a vector as one row.
+    """
+    for part, shape in zip(flat.split([math.prod(shape) for shape in shapes]), shapes, strict=True):
+        rows = shape[0] if len(shape) > 1 else 1
+        columns = part.numel() // rows
+        n, m = tile_side(rows), tile_side(columns)
+        yield part, rows // n, n, columns // m, m

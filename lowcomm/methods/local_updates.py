@@ -204,7 +204,7 @@ class FragmentState:
         return {name: self.outer_state()[name] for name in self._stepped}
 
     def own_state(self, *, heard: bool = False) -> dict[str, Tensor]:
-        """What is this replica's own of outer state, as of messages whose means have been adopted.
+        """Return the part of outer state that is this replica's own, as of messages whose means have been adopted.
 
         heard: whether the others have heard the last message, though its mean has not been adopted yet.
         """

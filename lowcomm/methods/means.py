@@ -28,7 +28,7 @@ from lowcomm.settings import ConfigError
 
 
 class Mean(Choice, ABC):
-    """What becomes of the values of several members.
+    """A rule by which the values of several members become one.
 
     Attributes:
         is_ordinary: whether it is the mean that `World.mean` computes.

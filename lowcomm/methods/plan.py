@@ -307,7 +307,7 @@ class Plan:
         return not (self.codec.lossless and self.mean.is_ordinary)
 
     def factor(self, replica: int) -> float:
-        """What a replica multiplies its outer gradients by: 1 where it is honest."""
+        """Return the number that a replica multiplies its outer gradients by, which is 1 where it is honest."""
         return 1.0 if replica < self.replicas - self.method.byzantine else self.method.byzantine_factor
 
     def read_back(self, fragment: int, message: Tensor, seed: int) -> Tensor:

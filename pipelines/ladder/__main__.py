@@ -20,7 +20,6 @@ import json
 import sys
 import time
 from collections.abc import Collection
-from pathlib import Path
 
 from lowcomm.experiment.project import pick
 from lowcomm.settings import ConfigError
@@ -80,14 +79,14 @@ def listed(ladder: Ladder) -> str:
     """Return what is done as text: of each rung and row the trials, and the points with their mean loss."""
     lines = [f"{'rung':8}{'row':30}{'trials':>7}{'points':>9}   mean loss"]
     rows = ladder.plan.rows
-    lines += [_line(ladder.results, rung, rows[name]) for rung in ladder.plan.rungs.values() for name in rung.rows]
+    lines += [_line(ladder, rung, rows[name]) for rung in ladder.plan.rungs.values() for name in rung.rows]
     return "\n".join(lines)
 
 
-def _line(results: Path, rung: Rung, row: Row) -> str:
+def _line(ladder: Ladder, rung: Rung, row: Row) -> str:
     name = row.name
-    trials = len(list((results / "tuning" / rung.name / name).glob("*.json")))
-    losses = [json.loads(f.read_text())["val_loss"] for f in (results / "points" / rung.name / name).glob("*.json")]
+    trials = len(list((ladder.results / "tuning" / rung.name / name).glob("*.json")))
+    losses = [outcome["val_loss"] for outcome in ladder.outcomes(rung.name, name)]
     mean = f"   {sum(losses) / len(losses):.4f}" if losses else ""
     return f"{rung.name:8}{name:30}{trials:7}{f'{len(losses)} of {rung.seeds_of(row)}':>9}{mean}"
 

@@ -15,7 +15,6 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -62,7 +61,8 @@ def read_cells(ladder: Ladder) -> list[Cell]:
     """All rows of which there are points, data-parallel's included, rung by rung, as they stand in git."""
     found = []
     for rung in ladder.plan.rungs.values():
-        losses = {name: read_losses(ladder.results / "points" / rung.name / name) for name in rung.rows}
+        outcomes = {name: ladder.outcomes(rung.name, name) for name in rung.rows}
+        losses = {name: {told["seed"]: told["val_loss"] for told in some} for name, some in outcomes.items()}
         configs = ladder.configs(rung.name)
         for name, c in configs.items():
             base = losses[base_of(name, configs)]
@@ -73,12 +73,6 @@ def read_cells(ladder: Ladder) -> list[Cell]:
             step = c.local_batch * c.train.seq_len
             found.append(Cell(name, rung.name, c.replicas, numel, tokens / numel, rounds, step, losses[name], base))
     return found
-
-
-def read_losses(folder: Path) -> dict[int, float]:
-    """The validation losses of a row's points, by seed."""
-    found = [json.loads(file.read_text()) for file in sorted(folder.glob("seed*.json"))]
-    return {outcome["seed"]: outcome["val_loss"] for outcome in found}
 
 
 def at_their_best(

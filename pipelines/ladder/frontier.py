@@ -8,14 +8,14 @@ machine that trained data-parallel training's points, on links whose rate is var
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from lowcomm.cost.planner import front
 from lowcomm.cost.predict import Links, predict, sent_per_step, stage_flops
 from lowcomm.experiment.config import RunConfig
+from lowcomm.experiment.project import merge
 from lowcomm.methods.config import MethodConfig
 from lowcomm.settings import ConfigError
 from pipelines.ladder.fits import Cell, gap_rows
@@ -60,8 +60,7 @@ def flops_per_second(ladder: Ladder, rung: str) -> float:
     Raises ConfigError where there is no such point.
     """
     name = f"{YARDSTICK}/batch"
-    points = [json.loads(f.read_text()) for f in (ladder.results / "points" / rung / name).glob("seed*.json")]
-    if not points:
+    if not (points := ladder.outcomes(rung, name)):
         raise ConfigError(f"no point of {name} at {rung}: python -m pipelines.ladder train {rung}")
     config = ladder.configs(rung)[name]
     flops = sum(map(sum, stage_flops(config))) * config.train.accumulation * config.train.steps
@@ -128,20 +127,6 @@ CHOICES: dict[str, dict[str, Any]] = {
 }
 
 
-def merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the settings of both, or None where they name the same one differently."""
-    found = dict(one)
-    for key, value in other.items():
-        if isinstance(value, Mapping) and isinstance(found.get(key), Mapping):
-            value = merged(found[key], value)
-            if value is None:
-                return None
-        elif key in found and found[key] != value:
-            return None
-        found[key] = value
-    return found
-
-
 def composes(ladder: Ladder, rung: str) -> list[dict[str, str]]:
     """Return of each pair of `CHOICES` whether DiLoCo on 8 replicas can have both: one, other, and why not ("": can).
 
@@ -150,13 +135,17 @@ def composes(ladder: Ladder, rung: str) -> list[dict[str, str]]:
     found, names = [], list(CHOICES)
     for i, one in enumerate(names):
         for other in names[i + 1 :]:
-            both = merged(CHOICES[one], CHOICES[other])
-            why = "one choice" if both is None else ""
-            if both is not None:
-                asked = {"replicas": 8, **both}
-                try:
-                    ladder.project.run_config("diloco", variant="doubled", scale=rung, params=ladder.params, **asked)
-                except ConfigError as error:
-                    why = str(error)
-            found.append({"one": one, "other": other, "why_not": why})
+            found.append({"one": one, "other": other, "why_not": _why_not(ladder, rung, CHOICES[one], CHOICES[other])})
     return found
+
+
+def _why_not(ladder: Ladder, rung: str, one: dict[str, Any], other: dict[str, Any]) -> str:
+    """Return why two choices do not go together; "" where they do."""
+    both = merge(one, other)
+    if both != merge(other, one):  # they name the same setting differently
+        return "one choice"
+    try:
+        ladder.project.run_config("diloco", variant="doubled", scale=rung, params=ladder.params, replicas=8, **both)
+    except ConfigError as error:
+        return str(error)
+    return ""

@@ -253,12 +253,17 @@ class Ladder:
         tuned = {name: entry["values"] for name, entry in self.read_tuned(there.tuned_at).items()}
         asked = [name for name in there.rows if not rows or name in rows]
         values = {name: tuple(sorted(pick(tuned, name, f"tuned row of {rung}").items())) for name in asked}
-        return [
+        points = [
             Point(self, self.plan.rows[name], rung, seed, values[name], is_trial=False)
-            for seed in range(max((there.seeds_of(self.plan.rows[name]) for name in asked), default=0))
             for name in asked
-            if seed < there.seeds_of(self.plan.rows[name])
+            for seed in range(there.seeds_of(self.plan.rows[name]))
         ]
+        return sorted(points, key=lambda point: point.seed)
+
+    def outcomes(self, rung: str, row: str) -> list[dict[str, Any]]:
+        """Return what the results of a row at a rung have come to, seed by seed, as they stand in git."""
+        files = sorted((self.results / "points" / rung / row).glob("seed*.json"))
+        return [json.loads(file.read_text()) for file in files]
 
     def tuned_file(self, rung: str) -> Path:
         """Where the values that tuning found at a rung are kept."""
