@@ -270,17 +270,17 @@ def test_a_paper_without_a_file_suggests_the_nearest() -> None:
 
 @pytest.mark.longest
 def test_the_graph_reproduces_at_smoke_scale(tmp_path: Path) -> None:
-    """In a copy of the checkout: a table and the sweeps that it needs; a clean status; and then nothing to do.
+    """In a copy of the checkout: a table and the runs that it needs; a clean status; and then nothing to do.
 
     An edit of prose asks for new digests of the code and for nothing else, and a renamed function for new probes.
 
     The other tables are run at smoke scale by nbval.
     """
-    target = "streaming_diloco_overtraining"
+    target = "protocol_ranks"
     copy = tmp_path / "copy"
     ignore = shutil.ignore_patterns(".git", ".venv", "build", "dvc.lock", "laptop", "*.egg-info", "tmp", "cache")
     shutil.copytree(ROOT, copy, ignore=ignore)
-    kept = ("overtraining_data_parallel", "overtraining_streaming")
+    kept = ("protocol_dense", "protocol")
     params = load_params() | {"scale": "smoke", "runs": {run: load_params()["runs"][run] for run in kept}}
     (copy / "params.yaml").write_text(yaml.safe_dump(params, sort_keys=False))
     subprocess.run(["git", "init", "-q"], cwd=copy, check=True)
@@ -310,6 +310,6 @@ def test_the_graph_reproduces_at_smoke_scale(tmp_path: Path) -> None:
         (copy / folder).mkdir(exist_ok=True)
         (copy / folder / "left").touch()
     assert "Running stage" not in dvc("repro", target)
-    made = copy / "results" / "smoke" / "streaming_diloco" / "overtraining"
-    assert (made / "table1.csv").exists()
-    assert "Streaming, overlapped FP4" in (made / "table1.md").read_text()
+    made = copy / "results" / "smoke" / "protocol_models" / "ranks"
+    assert (made / "figure1.png").exists()
+    assert "| W_p1 (attention) | 0 |" in (made / "figure1.md").read_text()

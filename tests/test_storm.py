@@ -27,18 +27,22 @@ SMALL = storm.SETTINGS | {
 }
 
 
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return links.corpus(tmp_path_factory.mktemp("data") / "docstrings")
+
+
 @pytest.mark.fault(
     "of three replicas over a testbed one is killed, one stopped and one's link cut, one after the other",
     "rounds go on without; each is back in one; all end with the same loss",
 )
 @pytest.mark.longest
 @pytest.mark.skipif(bool(missing()), reason=f"no testbed here: {missing()}")
-def test_a_run_comes_through_a_storm(tmp_path: Path) -> None:
-    schedule = [Fault(1.0, "stop", 2, 4.0), Fault(9.0, "cut", 0, 4.0), Fault(16.0, "kill", 1, 1.0)]
-    data = links.corpus(tmp_path / "data")
-    seen = storm.run(1800, schedule, tmp_path, slots=3, data=data, settings=SMALL)
+def test_a_run_comes_through_a_storm(data: Path, tmp_path: Path) -> None:
+    schedule = [Fault(1.0, "stop", 2, 3.5), Fault(6.5, "cut", 0, 3.5), Fault(12.0, "kill", 1, 1.0)]
+    seen = storm.run(1100, schedule, tmp_path, slots=3, data=data, settings=SMALL)
     assert [f["kind"] for f in seen["faults"]] == ["stop", "cut", "kill"]
-    assert len(seen["rounds"]) == 90
+    assert len(seen["rounds"]) == 55
     assert len(set(seen["val_loss"])) == 1
     assert len(storm.returns(seen)) == 3
     for fault in seen["faults"]:
@@ -58,13 +62,12 @@ def test_a_run_comes_through_a_storm(tmp_path: Path) -> None:
 @pytest.mark.longest
 @pytest.mark.skipif(bool(missing()), reason=f"no testbed here: {missing()}")
 @pytest.mark.parametrize("method", ["diloco", "streaming", "noloco"])
-def test_a_link_that_is_never_free_loses_nobody(method: str, tmp_path: Path) -> None:
+def test_a_link_that_is_never_free_loses_nobody(method: str, data: Path, tmp_path: Path) -> None:
     name, own = kills.METHODS[method]
     settings = SMALL | own | {"method.sync_every_steps": 10, "method.overlap_steps": "[0]", "method.mixing": 0.0}
     settings |= {"method.codec": "fp32"}
-    data = links.corpus(tmp_path / "data")
-    kill = Fault(8.0, "kill", 1, 1.0)
-    seen = storm.run(200, [kill], tmp_path, slots=4, data=data, name=name, settings=settings, mbit_per_s=4.0)
+    kill = Fault(6.0, "kill", 1, 1.0)
+    seen = storm.run(150, [kill], tmp_path, slots=4, data=data, name=name, settings=settings, mbit_per_s=4.0)
     assert all(r["attempt"] == 1 for r in seen["rounds"] if r["at"] < kill.at)  # nobody was lost in an exchange
     assert sum(r["attempt"] > 1 for r in seen["rounds"]) <= 2
     assert any(1 not in r["slots"] for r in seen["rounds"])
