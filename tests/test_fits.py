@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -104,6 +106,7 @@ methods: {none: {exchange: none}, averaging: {exchange: parameters, sync_every_s
 runs:
   data_parallel: {method: none, corpus: rows, replicas: 1, sizes: ladder, seeds: [0], variants: {batch: {}}}
   averaging: {method: averaging, corpus: rows, replicas: 2, sizes: ladder, seeds: [0]}
+  four: {method: averaging, corpus: rows, replicas: 4, sizes: ladder, seeds: [0]}
 """
 PLAN = """
 rungs: {a: {seeds: 3, tuned_at: a}, b: {seeds: 3, tuned_at: a}, c: {seeds: 2, tuned_at: a}}
@@ -147,10 +150,28 @@ def test_only_what_is_not_known_is_predicted_and_but_once(three_rungs: Ladder) -
     plant(three_rungs, "c", 0.5)
     assert not register(three_rungs, "c")  # as it was
     assert read_predictions(three_rungs) == told
-    with pytest.raises(ConfigError, match="points of a have been trained already: what is known is not predicted"):
+    with pytest.raises(ConfigError, match="points of averaging at a are there already: what is known is not predicted"):
         register(three_rungs, "a")
     assert register(three_rungs, PUBLISHED)
     assert not register(three_rungs, PUBLISHED)
     after = read_predictions(three_rungs)
     assert list(after) == ["c", "noloco/small"]
     assert after["c"] == told["c"]
+
+
+def test_a_row_that_a_rung_gains_is_predicted_beside_what_stands(three_rungs: Ladder) -> None:
+    for rung, gap in (("a", 0.05), ("b", 0.03)):
+        plant(three_rungs, rung, gap)
+    assert register(three_rungs, "c")
+    plant(three_rungs, "c", 0.5)
+    before = read_predictions(three_rungs)["c"]["rows"]["averaging"]
+    plan = three_rungs.folder / "plan.yaml"
+    gained = "averaging: {from: data_parallel/batch}, four: {from: data_parallel/batch}"
+    plan.write_text(plan.read_text().replace("averaging: {from: data_parallel/batch}", gained))
+    more = dataclasses.replace(three_rungs)  # which reads its plan anew
+    for rung in "ab":
+        points = more.results / "points" / rung
+        shutil.copytree(points / "averaging", points / "four")
+    assert register(more, "c")
+    assert read_predictions(more)["c"]["rows"] == {"averaging": before, "four": before}
+    assert not register(more, "c")

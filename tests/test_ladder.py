@@ -346,7 +346,7 @@ def test_points_are_those_of_plain_runs_and_none_is_done_again(small: Ladder, ca
         assert main([what, "c"], small) == 1
         assert "no rung named 'c'" in capsys.readouterr().err
     assert main(["predict", "b"], small) == 1
-    assert "points of b have been trained already" in capsys.readouterr().err
+    assert "at b are there already" in capsys.readouterr().err
     assert main(["tune", "b"], small) == 1
     assert "rung b takes what was found at a: nothing is tuned at it" in capsys.readouterr().err
 

@@ -243,31 +243,38 @@ def read_predictions(ladder: Ladder) -> dict[str, Any]:
 def register(ladder: Ladder, what: str) -> bool:
     """Add to predictions.yaml what is expected of a rung, or (`PUBLISHED`) at the papers' sizes that plan.yaml names.
 
-    What has been registered stays as it is, and False is returned. Raises ConfigError for a rung that has points, as
-    what is known is not predicted, and where a smaller rung has no pairs of a row that is predicted.
+    What has been registered of a row stays as it is; False is returned where that is so of all. Raises ConfigError for
+    a row that has points there, as what is known is not predicted, and where a smaller rung has no pairs of a row.
     """
     plan, told = ladder.plan, read_predictions(ladder)
-    if what in told or (what == PUBLISHED and set(plan.published.values()) <= told.keys()):
-        return False
-    if what != PUBLISHED and any((ladder.results / "points" / what).rglob("*.json")):
-        raise ConfigError(f"points of {what} have been trained already: what is known is not predicted")
-    cells = read_cells(ladder)
     if what == PUBLISHED:
-        for name in dict.fromkeys(plan.published.values()):
-            size, rows = parameters(PRESETS[name]).total, [row for row, at in plan.published.items() if at == name]
-            _check_known(ladder, cells, rows, size)
-            gaps = {row: {"gap_pct": [_percent(g) for g in fit_row(cells, row).at(size)]} for row in rows}
-            told[name] = {"parameters": size, "rows": gaps}
+        sizes = {name: PRESETS[name] for name in dict.fromkeys(plan.published.values())}
+        rows = {name: [row for row, at in plan.published.items() if at == name] for name in sizes}
     else:
-        there = plan.rungs[what]
-        rows = [name for name in there.rows if not name.startswith("data_parallel/")]
-        size = parameters(ladder.configs(what)[rows[0]].model).total
-        _check_known(ladder, cells, rows, size)
-        predicted = predict(cells, rows, size, seeds=there.seeds)
-        told[what] = {"parameters": size, "seeds": there.seeds, "rows": predicted}
-    file = ladder.results / "predictions.yaml"
-    file.write_text(yaml.safe_dump(told, sort_keys=False, default_flow_style=None))
-    return True
+        rows = {what: [name for name in plan.rungs[what].rows if not name.startswith("data_parallel/")]}
+        sizes = {what: ladder.configs(what)[rows[what][0]].model}
+    is_new = False
+    for name, some in rows.items():
+        size, known = parameters(sizes[name]).total, told.get(name, {}).get("rows", {})
+        if not (missing := [row for row in some if row not in known]):
+            continue
+        is_new = True
+        for row in missing:
+            if what != PUBLISHED and ladder.outcomes(what, row):
+                raise ConfigError(f"points of {row} at {what} are there already: what is known is not predicted")
+        cells = read_cells(ladder)
+        _check_known(ladder, cells, missing, size)
+        if what == PUBLISHED:
+            added = {row: {"gap_pct": [_percent(g) for g in fit_row(cells, row).at(size)]} for row in missing}
+            told[name] = {"parameters": size, "rows": known | added}
+        else:
+            seeds = plan.rungs[what].seeds
+            added = predict(cells, missing, size, seeds=seeds)
+            told[name] = {"parameters": size, "seeds": seeds, "rows": known | added}
+    if is_new:
+        file = ladder.results / "predictions.yaml"
+        file.write_text(yaml.safe_dump(told, sort_keys=False, default_flow_style=None))
+    return is_new
 
 
 def _check_known(ladder: Ladder, cells: Sequence[Cell], rows: Sequence[str], size: float) -> None:
