@@ -194,6 +194,14 @@ def test_gain_and_momentum_are_settings_of_the_outer_step() -> None:
     assert (nesterov.method.outer_lr, nesterov.method.outer_momentum, nesterov.method.outer_pull) == (1.2, 0.5, 0.0)
     assert (pulled.method.outer_lr, pulled.method.outer_pull) == (1.2, 1.2)
     assert average.method.outer_lr == 1.0
+    falling = rows["diloco/falling_momentum"]
+    method = LADDER.trial(falling, "0.12M", {"gain": 2.0}).config.method
+    assert (method.outer_lr, method.outer_momentum_points[-1]) == (0.4, "0.8@0.2")
+    for step in (0, 60, 112, 200, 1120):  # at one gain all along
+        outer = LADDER.trial(falling, "0.12M", {"gain": 2.0}).config.plan().outer_at(step, 1120)
+        assert outer.lr / (1 - outer.momentum) == pytest.approx(2.0)
+    with pytest.raises(ConfigError, match="falling_momentum: a momentum means nothing where it follows points"):
+        LADDER.overrides(falling, "0.12M", {"gain": 2.0, "momentum": 0.5})
     assert (nesterov.train.lr, nesterov.train.warmup_steps, nesterov.model.embedding_std) == (0.01, 112, 0.3)
 
 

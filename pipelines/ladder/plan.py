@@ -24,6 +24,7 @@ import yaml
 
 from lowcomm.experiment.config import RunConfig
 from lowcomm.experiment.project import Project, pick
+from lowcomm.methods.schedule import Points
 from lowcomm.model.presets import PRESETS
 from lowcomm.settings import ConfigError, nearest
 from pipelines.project import BUILD, ROOT
@@ -212,7 +213,8 @@ class Ladder:
     def overrides(self, row: Row, rung: str, values: Values) -> dict[str, Any]:
         """The settings that values of lines are, as sections of `Project.run_config`.
 
-        gain and momentum are K = outer_lr / (1 - momentum) and the momentum itself; NoLoCo's pull is its outer_lr.
+        gain and momentum are K = outer_lr / (1 - momentum), of the last momentum where it follows points of the run,
+        and the momentum itself; NoLoCo's pull is its outer_lr.
         """
         plain = self.project.run_config(row.run, variant=row.variant, scale=rung, params=self.params)
         found: dict[str, dict[str, Any]] = {"train": {}, "model": {}, "method": {}}
@@ -226,14 +228,17 @@ class Ladder:
             found["model"]["embedding_std"] = values["embedding"]
         method = plain.method
         if plain.exchanges_parameters and method.outer != "average" and {"gain", "momentum"} & set(values):
-            if method.outer_momentum_points:
-                raise ConfigError(f"row {row.name}: gain and momentum mean nothing where they follow points of the run")
-            momentum = values.get("momentum", method.outer_momentum)
-            gain = values.get("gain", method.outer_lr / (1 - method.outer_momentum))
-            rate = float(f"{gain * (1 - momentum):.6g}")
-            found["method"] = {"outer_lr": rate, "outer_momentum": momentum}
+            points = method.outer_momentum_points
+            if points and "momentum" in values:
+                raise ConfigError(f"row {row.name}: a momentum means nothing where it follows points of the run")
+            last = Points(points, "method.outer_momentum_points").at(1.0) if points else method.outer_momentum
+            momentum = values.get("momentum", last)
+            gain = values.get("gain", method.outer_lr / (1 - last))
+            found["method"] = {"outer_lr": float(f"{gain * (1 - momentum):.6g}")}
+            if not points:
+                found["method"]["outer_momentum"] = momentum
             if method.outer == "noloco":
-                found["method"]["outer_pull"] = rate
+                found["method"]["outer_pull"] = found["method"]["outer_lr"]
         return found
 
     def trial(self, row: Row, rung: str, values: Values) -> Point:
