@@ -17,6 +17,7 @@ import pandas as pd
 import pytest
 import yaml
 
+from lowcomm.experiment.run_folder import RunFolder
 from lowcomm.experiment.train import train_in_threads
 from lowcomm.model.accounting import parameters
 from lowcomm.settings import ConfigError
@@ -26,7 +27,9 @@ from pipelines.ladder.__main__ import listed, main
 from pipelines.ladder.fits import at_their_best, gap_rows, read_cells, read_trials
 from pipelines.ladder.headline import read_pairs
 from pipelines.ladder.plan import LADDER, Ladder, Line, Plan, Row, read_plan
+from pipelines.ladder.positions import PARTS, loss_by_position
 from pipelines.ladder.tune import tune, walk_line, walk_row
+from tests.conftest import small_run
 from tests.harness import clean_environment, small_ladder
 
 
@@ -338,6 +341,7 @@ def test_points_are_those_of_plain_runs_and_none_is_done_again(small: Ladder, ca
         assert pair.there.keys() - pair.here.keys() == {"seconds", "environment"}
         assert pair.here.items() <= pair.there.items()
         assert [step for step, _ in pair.here["curve"]] == list(range(1, 13))
+        assert len(pair.here["loss_by_position"]) == PARTS
     assert len(list(again.rglob("*.json"))) == 2  # what the plan does not have is gone
 
     for words in (["tune", "a"], ["train", "a"], ["train", "b"]):  # on another machine, even
@@ -390,6 +394,23 @@ def test_a_ladder_that_is_killed_goes_on(number: signal.Signals, small: Ladder) 
     after = outcomes(small)
     assert first.items() <= after.items()
     assert len(after) > len(first)
+
+
+@pytest.mark.parametrize(
+    ("run", "method"),
+    [
+        ("diloco_m2", {}),
+        ("protocol", {"boundary": {"update_every_steps": 4}}),
+        ("protocol", {"boundary": {"update_every_steps": 4, "mode": "reparametrised"}}),
+    ],
+)
+def test_parts_of_a_sequence_make_up_the_loss(run: str, method: dict, corpus: Path, tmp_path: Path) -> None:
+    config = small_run(run, method=method)
+    summary = train_in_threads(config, corpus, folder := RunFolder(tmp_path / "run", tmp_path / "times"))
+    parts = loss_by_position(config, corpus, folder.model)
+    assert config.train.seq_len % PARTS == 0
+    assert sum(parts) / PARTS == pytest.approx(summary["val_loss"], abs=2e-5)
+    assert max(parts) > min(parts) + 1e-3
 
 
 def test_a_worker_that_is_done_when_another_fails_ends_too(small: Ladder) -> None:

@@ -1,0 +1,40 @@
+"""Where in a sequence a trained model has its loss: early tokens are predicted from little context, late from much."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch.nn import functional as F
+
+from lowcomm.experiment.batches import TokenData
+from lowcomm.experiment.config import RunConfig
+from lowcomm.model.decoder import Decoder
+
+#: Equal parts of a sequence.
+PARTS = 8
+
+
+@torch.no_grad()
+def loss_by_position(config: RunConfig, data: Path, weights: Path) -> list[float]:
+    """Return the mean cross-entropy (nats per token) in each of `PARTS` parts of a sequence, on what a run evaluates.
+
+    config: of the run. data: the folder of its corpus. weights: the model that it saved, which is the mean over
+    replicas where each keeps parameters of its own; then the mean over parts is not the run's `val_loss`.
+    """
+    model = Decoder(config.model, config.constraint)
+    tensors = load_file(weights)
+    for name in ("basis_DR", "fixed_VD"):
+        if name in tensors:
+            model.get_buffer(name).copy_(tensors.pop(name))
+    model.load_state_dict(tensors)
+    t = config.train
+    tokens = TokenData(data, seq_len=t.seq_len, global_batch=t.global_batch, seed=config.seed)
+    windows = tokens.held_out(t.eval_sequences, t.eval_split)
+    sums = torch.zeros(t.seq_len, dtype=torch.float64)
+    for some in windows.split(64):
+        logits = model(some[:, :-1])
+        entropies = F.cross_entropy(logits.flatten(0, 1), some[:, 1:].flatten(), reduction="none")
+        sums += entropies.view(len(some), -1).sum(0, dtype=torch.float64)
+    return [round(part.mean().item(), 5) for part in (sums / len(windows)).tensor_split(PARTS)]
