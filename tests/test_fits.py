@@ -14,6 +14,7 @@ import pytest
 from lowcomm.settings import ConfigError
 from pipelines.ladder.fits import Cell, Fit, bootstrap, fit_row, loss_at, predict, read_predictions, register
 from pipelines.ladder.plan import PUBLISHED, Ladder
+from pipelines.ladder.positions import PARTS, read_positions
 from pipelines.verdicts import quantile
 from tests.harness import small_ladder
 
@@ -175,3 +176,20 @@ def test_a_row_that_a_rung_gains_is_predicted_beside_what_stands(three_rungs: La
     assert register(more, "c")
     assert read_predictions(more)["c"]["rows"] == {"averaging": before, "four": before}
     assert not register(more, "c")
+
+
+def test_losses_by_position_are_set_beside_those_of_the_same_seed(three_rungs: Ladder) -> None:
+    plant(three_rungs, "a", 0.05)
+    told = {("data_parallel/batch", 0): 2.0, ("averaging", 0): 2.1, ("averaging", 1): 2.2}
+    for (row, seed), loss in told.items():
+        file = three_rungs.results / "points" / "a" / row / f"seed{seed}.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"loss_by_position": [loss] * PARTS}))
+    found = read_positions(three_rungs)
+    assert len(found) == 3 * PARTS  # of points that do not say it nothing is
+    assert [r["to_token"] for r in found[:PARTS]] == [2, 4, 6, 8, 10, 12, 14, 16]
+    over = {(r["row"], r["seed"]): r["over_pct"] for r in found}
+    assert over == {
+        ("data_parallel/batch", 0): 0.0,
+        ("averaging", 0): pytest.approx(5.0),
+        ("averaging", 1): None,
+    }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 from lowcomm.experiment.batches import TokenData
 from lowcomm.experiment.config import RunConfig
 from lowcomm.model.decoder import Decoder
+from pipelines.ladder.plan import Ladder, base_of
 
 #: Equal parts of a sequence.
 PARTS = 8
@@ -38,3 +40,30 @@ def loss_by_position(config: RunConfig, data: Path, weights: Path) -> list[float
         entropies = F.cross_entropy(logits.flatten(0, 1), some[:, 1:].flatten(), reduction="none")
         sums += entropies.view(len(some), -1).sum(0, dtype=torch.float64)
     return [round(part.mean().item(), 5) for part in (sums / len(windows)).tensor_split(PARTS)]
+
+
+def read_positions(ladder: Ladder) -> list[dict[str, Any]]:
+    """Return the losses by position of all points that say them: a row for each point and part of a sequence.
+
+    Columns: rung, row, seed, to_token (the last token of the part), loss, and over_pct, which is over data-parallel
+    training of the same batch and seed in the same part; None where that does not say it. Points of the ladder's first
+    weeks do not.
+    """
+    found = []
+    for rung in ladder.plan.rungs.values():
+        configs = ladder.configs(rung.name)
+        told = {
+            (row, point["seed"]): point["loss_by_position"]
+            for row in rung.rows
+            for point in ladder.outcomes(rung.name, row)
+            if "loss_by_position" in point
+        }
+        for (row, seed), losses in told.items():
+            base = told.get((base_of(row, configs), seed), [None] * PARTS)
+            for part, (loss, other) in enumerate(zip(losses, base, strict=True)):
+                end = configs[row].train.seq_len * (part + 1) // PARTS
+                over = None if other is None else 100 * (loss / other - 1)
+                found.append(
+                    {"rung": rung.name, "row": row, "seed": seed, "to_token": end, "loss": loss, "over_pct": over}
+                )
+    return found
