@@ -73,7 +73,7 @@ def pages() -> dict[tuple[str, str], dict[Path, list[tuple[Claim, str]]]]:
 
 def ladder() -> list[Path]:
     """Return the ladder's tables in their order: what was found, what the planner makes of it, how it was tuned."""
-    names = ("gaps", "slopes", "parts", "predictions", "penalties", "tuning", "learning_rate", "gain")
+    names = ("gaps", "slopes", "parts", "positions", "predictions", "penalties", "tuning", "learning_rate", "gain")
     return [table for name in names if (table := ROOT / "results" / "ladder" / f"{name}.md").exists()]
 
 
