@@ -258,8 +258,21 @@ def ladder_headline() -> str:
     ]
     return (
         f"What methods lose to data-parallel training, all tuned alike, at {there.parameters.iloc[0]:,} parameters and"
-        f" {there.tokens_per_parameter.iloc[0]:.0f} tokens per parameter: {', '.join(lost)}. Bands are fits over sizes,"
-        " carried on to where others have published theirs ([the ladder](results/ladder/README.md))."
+        f" {there.tokens_per_parameter.iloc[0]:.0f} tokens per parameter: {', '.join(lost)}.{_where_lost()} Bands are"
+        " fits over sizes, carried on to where others have published theirs ([the ladder](results/ladder/README.md))."
+    )
+
+
+def _where_lost() -> str:
+    """Say where in a sequence DiLoCo loses, at the largest size where that is known of several seeds."""
+    file, row = ROOT / "results" / "ladder" / "positions.csv", "diloco/m2"
+    rows = pd.read_csv(file) if file.exists() else pd.DataFrame({"method": [], "seeds": []})
+    if (there := rows[(rows.method == row) & (rows.seeds > 1)]).empty:
+        return ""
+    last = there.iloc[-1]
+    return (
+        f" {LADDER_ROWS[row]} loses {last.first_over_pct:+.1f} % in the first {last.tokens} tokens of a sequence, and"
+        f" {last.last_over_pct:+.1f} % in the last {last.tokens}."
     )
 
 
