@@ -26,7 +26,7 @@ from pipelines.ladder import workers
 from pipelines.ladder.__main__ import listed, main
 from pipelines.ladder.fits import at_their_best, gap_rows, read_cells, read_trials
 from pipelines.ladder.headline import read_pairs
-from pipelines.ladder.plan import LADDER, Ladder, Line, Plan, Row, read_plan
+from pipelines.ladder.plan import LADDER, Ladder, Line, Plan, Row, base_of, read_plan
 from pipelines.ladder.positions import PARTS, loss_by_position
 from pipelines.ladder.tune import tune, walk_line, walk_row
 from tests.conftest import small_run
@@ -133,7 +133,7 @@ def test_a_row_is_at_its_own_rungs(tmp_path: Path) -> None:
 
 
 def test_the_plan_is_in_the_regime_that_it_promises() -> None:
-    """20 tokens per parameter, 512 per replica and step, 100 rounds from 0.33M on; pairs differ in the method alone."""
+    """20 tokens per parameter (long rows: 40), 512 per replica and step, 100 rounds from 0.33M on; pairs share the rest."""
     plan = LADDER.plan
 
     def tuned(name: str) -> set[str]:
@@ -148,14 +148,16 @@ def test_the_plan_is_in_the_regime_that_it_promises() -> None:
             config = point.config
             t = config.train
             tokens = t.steps * t.global_batch * t.seq_len
-            assert 19 < tokens / parameters(config.model).total < 20.5, point.title
+            length = 2 if name.endswith("/long") else 1
+            assert 19 < tokens / length / parameters(config.model).total < 20.5, point.title
             assert config.local_batch * t.seq_len >= 512
             assert t.eval_split == "tuning"
             if config.exchanges_parameters and rung.name != "0.12M":
                 rounds = t.steps // config.method.sync_every_steps
                 assert rounds >= (30 if name == "streaming/h100" else 100), point.title
-            base = "data_parallel/doubled" if t.global_batch == 32 else "data_parallel/batch"
-            yardstick = configs[base]
+            base = "long" if length == 2 else "doubled" if t.global_batch == 32 else "batch"
+            assert base_of(name, configs) == f"data_parallel/{base}"
+            yardstick = configs[f"data_parallel/{base}"]
             assert (t.steps, t.global_batch, config.data) == (
                 yardstick.train.steps,
                 yardstick.train.global_batch,

@@ -285,15 +285,19 @@ class Ladder:
 
 
 def base_of(row: str, configs: Mapping[str, RunConfig]) -> str:
-    """Return the row of data-parallel training on the batch that a row has: its gap is against that.
+    """Return the row of data-parallel training on the batch and for the steps of a row, which its gap is against.
 
-    configs: those of all rows of a rung (`Ladder.configs`). Raises ConfigError where no such row has this batch.
+    configs: those of all rows of a rung (`Ladder.configs`). Raises ConfigError where no such row has both.
     """
-    bases = {c.train.global_batch: name for name, c in configs.items() if name.startswith("data_parallel/")}
-    batch = configs[row].train.global_batch
-    if batch not in bases:
-        raise ConfigError(f"{row} has a batch of {batch}, and no row of data-parallel training has that")
-    return bases[batch]
+    bases = {
+        (c.train.global_batch, c.train.steps): name for name, c in configs.items() if name.startswith("data_parallel/")
+    }
+    batch, steps = configs[row].train.global_batch, configs[row].train.steps
+    if (batch, steps) not in bases:
+        raise ConfigError(
+            f"{row} has {steps} steps of {batch} sequences, and no row of data-parallel training has those"
+        )
+    return bases[batch, steps]
 
 
 @dataclass(frozen=True)
