@@ -256,24 +256,27 @@ def ladder_headline() -> str:
         if row in there.index
         for r in [there.loc[row]]
     ]
+    size = there.parameters.iloc[0]
     return (
-        f"What methods lose to data-parallel training, all tuned alike, at {there.parameters.iloc[0]:,} parameters and"
-        f" {there.tokens_per_parameter.iloc[0]:.0f} tokens per parameter: {', '.join(lost)}.{_where_lost()} Bands are"
-        " fits over sizes, carried on to where others have published theirs ([the ladder](results/ladder/README.md))."
+        f"What methods lose to data-parallel training, all tuned alike, at {size:,} parameters and"
+        f" {there.tokens_per_parameter.iloc[0]:.0f} tokens per parameter: {', '.join(lost)}.{_where_lost(size)}"
+        " Bands are fits over sizes, carried on to where others have published theirs"
+        " ([the ladder](results/ladder/README.md))."
     )
 
 
-def _where_lost() -> str:
-    """Say where in a sequence DiLoCo loses, at the largest size where that is known of several seeds."""
+def _where_lost(size: int) -> str:
+    """Say where in a sequence DiLoCo loses at a size; "" where that is not known of several pairs."""
     file, row = ROOT / "results" / "ladder" / "positions.csv", "diloco/m2"
-    rows = pd.read_csv(file) if file.exists() else pd.DataFrame({"method": [], "seeds": []})
-    if (there := rows[(rows.method == row) & (rows.seeds > 1)]).empty:
+    rows = pd.read_csv(file) if file.exists() else pd.DataFrame({"method": [], "parameters": [], "pairs": []})
+    if (there := rows[(rows.method == row) & (rows.parameters == size) & (rows.pairs > 1)]).empty:
         return ""
-    last = there.iloc[-1]
-    return (
-        f" {LADDER_ROWS[row]} loses {last.first_over_pct:+.1f} % in the first {last.tokens} tokens of a sequence, and"
-        f" {last.last_over_pct:+.1f} % in the last {last.tokens}."
+    r = there.iloc[0]
+    first, last = (
+        f"{r[f'{end}_over_pct']:+.1f} ({r[f'{end}_low_pct']:.1f} to {r[f'{end}_high_pct']:.1f}) %"
+        for end in ("first", "last")
     )
+    return f" {LADDER_ROWS[row]} loses {first} in the first {r.tokens} tokens of a sequence, {last} in the last."
 
 
 def with_blocks(readme: str) -> str:

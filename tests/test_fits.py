@@ -183,13 +183,14 @@ def test_losses_by_position_are_set_beside_those_of_the_same_seed(three_rungs: L
     told = {("data_parallel/batch", 0): 2.0, ("averaging", 0): 2.1, ("averaging", 1): 2.2}
     for (row, seed), loss in told.items():
         file = three_rungs.results / "points" / "a" / row / f"seed{seed}.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | {"loss_by_position": [loss] * PARTS}))
+        losses = [loss - 0.1 * part for part in range(PARTS)]
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"loss_by_position": losses}))
     found = read_positions(three_rungs)
     assert len(found) == 3 * PARTS  # of points that do not say it nothing is
     assert [r["to_token"] for r in found[:PARTS]] == [2, 4, 6, 8, 10, 12, 14, 16]
-    over = {(r["row"], r["seed"]): r["over_pct"] for r in found}
-    assert over == {
-        ("data_parallel/batch", 0): 0.0,
-        ("averaging", 0): pytest.approx(5.0),
-        ("averaging", 1): None,
+    third = {(r["row"], r["seed"]): (r["loss"], r["base_loss"]) for r in found if r["to_token"] == 6}
+    assert third == {
+        ("data_parallel/batch", 0): (1.8, 1.8),
+        ("averaging", 0): (pytest.approx(1.9), 1.8),
+        ("averaging", 1): (2.0, None),
     }

@@ -1,7 +1,7 @@
 """Gaps on the ladder: what a method loses to data-parallel training, how that falls with size, and what is predicted.
 
 A gap is d = ln(loss / data-parallel's), paired by seeds (`verdicts.Paired`), against the data-parallel row of the same
-batch. Over sizes it is fitted by least squares on all pairs at once,
+batch and number of steps. Over sizes it is fitted by least squares on all pairs at once,
 
     d = at_one + slope ln N
 
@@ -268,9 +268,8 @@ def register(ladder: Ladder, what: str) -> bool:
             added = {row: {"gap_pct": [_percent(g) for g in fit_row(cells, row).at(size)]} for row in missing}
             told[name] = {"parameters": size, "rows": known | added}
         else:
-            seeds = plan.rungs[what].seeds
-            added = predict(cells, missing, size, seeds=seeds)
-            told[name] = {"parameters": size, "seeds": seeds, "rows": known | added}
+            there = told.get(name, {"parameters": size, "seeds": plan.rungs[what].seeds})
+            told[name] = there | {"rows": known | predict(cells, missing, size, seeds=there["seeds"])}
     if is_new:
         file = ladder.results / "predictions.yaml"
         file.write_text(yaml.safe_dump(told, sort_keys=False, default_flow_style=None))

@@ -21,7 +21,7 @@ from pipelines.report import paper, published
 from pipelines.verdicts import log_ratios
 
 #: What pairs of the ladder's rows measure: ingredient, amount, the row that has it, and the one that does not ("": that
-#: of data-parallel training on the same batch). H is 30, but for "rounds"; a subspace's amount is D / k.
+#: of data-parallel training, see `plan.base_of`). H is 30, but for "rounds"; a subspace's amount is D / k.
 PAIRS = (
     ("local updates", 1, "diloco/m1", ""),
     ("local updates", 1, "diloco/m2", ""),

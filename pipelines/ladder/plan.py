@@ -213,8 +213,8 @@ class Ladder:
     def overrides(self, row: Row, rung: str, values: Values) -> dict[str, Any]:
         """The settings that values of lines are, as sections of `Project.run_config`.
 
-        gain and momentum are K = outer_lr / (1 - momentum), of the last momentum where it follows points of the run,
-        and the momentum itself; NoLoCo's pull is its outer_lr.
+        gain and momentum are K = outer_lr / (1 - momentum) and the momentum itself; NoLoCo's pull is its outer_lr.
+        Where the momentum follows points of the run, K is that of the last one, and factors of the rate must end at 1.
         """
         plain = self.project.run_config(row.run, variant=row.variant, scale=rung, params=self.params)
         found: dict[str, dict[str, Any]] = {"train": {}, "model": {}, "method": {}}
@@ -232,6 +232,9 @@ class Ladder:
             if points and "momentum" in values:
                 raise ConfigError(f"row {row.name}: a momentum means nothing where it follows points of the run")
             last = Points(points, "method.outer_momentum_points").at(1.0) if points else method.outer_momentum
+            shape = method.outer_lr_shape
+            if points and shape and (factor := Points(shape, "method.outer_lr_shape").at(1.0)) != 1:
+                raise ConfigError(f"row {row.name}: its last outer_lr_shape is {factor:g}, and the gain is told of 1")
             momentum = values.get("momentum", last)
             gain = values.get("gain", method.outer_lr / (1 - last))
             found["method"] = {"outer_lr": float(f"{gain * (1 - momentum):.6g}")}
@@ -285,7 +288,7 @@ class Ladder:
 
 
 def base_of(row: str, configs: Mapping[str, RunConfig]) -> str:
-    """Return the row of data-parallel training on the batch and for the steps of a row, which its gap is against.
+    """Return the row of data-parallel training with a row's batch and number of steps, against which its gap is taken.
 
     configs: those of all rows of a rung (`Ladder.configs`). Raises ConfigError where no such row has both.
     """

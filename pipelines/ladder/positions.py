@@ -18,12 +18,25 @@ from pipelines.ladder.plan import Ladder, base_of
 PARTS = 8
 
 
+def has_positions(config: RunConfig) -> bool:
+    """Tell whether `loss_by_position` is defined: of sequences that have equal parts, and of runs without a pipeline.
+
+    What a pipeline evaluates has crossed its boundaries, which a saved model has not.
+    """
+    return config.stages == 1 and config.train.seq_len % PARTS == 0
+
+
 @torch.no_grad()
 def loss_by_position(config: RunConfig, data: Path, weights: Path) -> list[float]:
     """Return the mean cross-entropy (nats per token) in each of `PARTS` parts of a sequence, on what a run evaluates.
 
-    config: of the run. data: the folder of its corpus. weights: the model that it saved, which is the mean over
-    replicas where each keeps parameters of its own; then the mean over parts is not the run's `val_loss`.
+    It is computed in fp32. Where replicas keep parameters of their own, the saved model is their mean, and the mean
+    over parts is not the run's `val_loss`.
+
+    Args:
+        config: of the run, for which `has_positions`.
+        data: the folder of its corpus.
+        weights: the model that it saved.
     """
     model = Decoder(config.model, config.constraint)
     tensors = load_file(weights)
@@ -39,15 +52,14 @@ def loss_by_position(config: RunConfig, data: Path, weights: Path) -> list[float
         logits = model(some[:, :-1])
         entropies = F.cross_entropy(logits.flatten(0, 1), some[:, 1:].flatten(), reduction="none")
         sums += entropies.view(len(some), -1).sum(0, dtype=torch.float64)
-    return [round(part.mean().item(), 5) for part in (sums / len(windows)).tensor_split(PARTS)]
+    return [round(mean, 5) for mean in (sums / len(windows)).view(PARTS, -1).mean(1).tolist()]
 
 
 def read_positions(ladder: Ladder) -> list[dict[str, Any]]:
     """Return the losses by position of all points that say them: a row for each point and part of a sequence.
 
-    Columns: rung, row, seed, to_token (the last token of the part), loss, and over_pct, which is over data-parallel
-    training of the same batch and seed in the same part; None where that does not say it. Points of the ladder's first
-    weeks do not.
+    Columns: rung, row, seed, to_token (the last token of the part), loss, and base_loss: of data-parallel training
+    (`plan.base_of`) of the same seed in the same part; None where that does not say it, as the oldest points do not.
     """
     found = []
     for rung in ladder.plan.rungs.values():
@@ -62,8 +74,6 @@ def read_positions(ladder: Ladder) -> list[dict[str, Any]]:
             base = told.get((base_of(row, configs), seed), [None] * PARTS)
             for part, (loss, other) in enumerate(zip(losses, base, strict=True)):
                 end = configs[row].train.seq_len * (part + 1) // PARTS
-                over = None if other is None else 100 * (loss / other - 1)
-                found.append(
-                    {"rung": rung.name, "row": row, "seed": seed, "to_token": end, "loss": loss, "over_pct": over}
-                )
+                place = {"rung": rung.name, "row": row, "seed": seed, "to_token": end}
+                found.append(place | {"loss": loss, "base_loss": other})
     return found

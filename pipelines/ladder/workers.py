@@ -48,7 +48,7 @@ def train_point(point: Point) -> dict[str, Any] | None:
     A trial whose values are not finite any more has the loss None, and "diverged" says where.
     """
     from lowcomm.experiment.train import train_in_threads
-    from pipelines.ladder.positions import loss_by_position
+    from pipelines.ladder.positions import has_positions, loss_by_position
 
     folder, begin, made_from = folder_of(point), time.perf_counter(), point.made_from()
     if folder.made_with != source_digest():
@@ -70,7 +70,8 @@ def train_point(point: Point) -> dict[str, Any] | None:
         outcome |= {key: summary[key] for key in kept}
         if not point.is_trial:
             outcome["curve"] = curve(folder.read()["rows"])
-            outcome["loss_by_position"] = loss_by_position(point.config, point.data, folder.model)
+            if has_positions(point.config):
+                outcome["loss_by_position"] = loss_by_position(point.config, point.data, folder.model)
     outcome["seconds"] = round(time.perf_counter() - begin, 1)
     shutil.rmtree(folder.out, ignore_errors=True)
     shutil.rmtree(folder.times, ignore_errors=True)
