@@ -23,6 +23,7 @@ gpu-pack: .venv/.done ## pack what `make gpu` wants beside the source, from what
 gpu:                 ## on a GPU's machine, where nothing is installed: kernels, ranks, speed, points of the ladder
 	PYTHONPATH=$(CURDIR) python3 -m pipelines.gpu
 
+test: export PYTHONDONTWRITEBYTECODE := # it starts hundreds of processes
 test: .venv/.done   ## lint, the import contract, pytest, and every notebook at smoke scale
 	ruff check . && ruff format --check . && lint-imports --no-cache
 	python -m pytest -n auto --dist worksteal

@@ -371,6 +371,35 @@ def test_a_run_is_marked_with_the_source_as_it_was_loaded(
     assert folder.made_with == source_digest()
 
 
+def test_the_digest_of_the_source_is_kept_for_the_same_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def digest() -> str:
+        source_digest.cache_clear()
+        return source_digest()
+
+    def kept() -> set[Path]:
+        return set(tmp_path.glob("__pycache__/*"))
+
+    monkeypatch.setattr("lowcomm.experiment.source.PACKAGE", tmp_path)
+    (tmp_path / "cost").mkdir()
+    (tmp_path / "a.py").write_text('"""Prose."""\nx = 1\n')
+    monkeypatch.setattr("sys.dont_write_bytecode", True)
+    first = digest()
+    assert not kept()
+    monkeypatch.setattr("sys.dont_write_bytecode", False)
+    assert digest() == first
+    (file,) = kept()
+    file.write_text("what is kept")
+    assert digest() == "what is kept"
+    (tmp_path / "cost" / "b.py").write_text("y = 1\n")
+    assert digest() == "what is kept"
+    (tmp_path / "a.py").write_text('"""Other prose."""\nx = 1  # one\n')
+    assert digest() == first
+    (tmp_path / "a.py").write_text("x = 2\n")
+    assert digest() != first
+    assert len(kept()) == 3
+    source_digest.cache_clear()
+
+
 def test_an_interrupted_cell_stops_its_ranks_with_a_checkpoint(corpus: Path, tmp_path: Path) -> None:
     code = (
         "import os, signal; from pathlib import Path; from lowcomm.experiment.train import train_in_threads;"

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import hashlib
+import os
+import sys
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent.parent
@@ -31,11 +34,24 @@ def without_docstrings(tree: ast.AST) -> ast.AST:
 
 @functools.cache
 def source_digest() -> str:
-    """SHA-256 of the package's code, but for `cost`, which no run uses: of its syntax trees without docstrings."""
+    """SHA-256 of the package's code, but for `cost`, which no run uses: of its syntax trees without docstrings.
+
+    Parsing takes a third of a second, which each process would spend as it starts: so the digest is kept with Python's
+    own caches, by that of the files as they are.
+    """
+    files = {path.relative_to(PACKAGE): path.read_bytes() for path in sorted(PACKAGE.rglob("*.py"))}
+    some = {name.as_posix(): text for name, text in files.items() if name.parts[0] != "cost"}
+    as_they_are = hashlib.sha256(repr((sys.version_info[:2], some)).encode()).hexdigest()
+    kept = PACKAGE / "__pycache__" / f"source-{as_they_are}.sha256"
+    with contextlib.suppress(OSError):
+        return kept.read_text()
     digest = hashlib.sha256()
-    for path in sorted(PACKAGE.rglob("*.py")):
-        name = path.relative_to(PACKAGE)
-        if name.parts[0] != "cost":
-            tree = without_docstrings(ast.parse(path.read_text()))
-            digest.update(f"{name.as_posix()}\n{ast.dump(tree)}\n".encode())
+    for name, text in some.items():
+        digest.update(f"{name}\n{ast.dump(without_docstrings(ast.parse(text)))}\n".encode())
+    if not sys.dont_write_bytecode:
+        with contextlib.suppress(OSError):  # of a package that this user cannot write to
+            kept.parent.mkdir(exist_ok=True)
+            partial = kept.with_suffix(f".{os.getpid()}")
+            partial.write_text(digest.hexdigest())
+            partial.rename(kept)
     return digest.hexdigest()
