@@ -31,6 +31,7 @@ ROWS = (
     "diloco/rising_momentum",
     "streaming/h30",
     "streaming/h100",
+    "streaming/rising_momentum",
     "streaming/radial",
     "noloco/m4",
     "muon/batch",
