@@ -253,27 +253,30 @@ def register(ladder: Ladder, what: str) -> bool:
     else:
         rows = {what: [name for name in plan.rungs[what].rows if not name.startswith("data_parallel/")]}
         sizes = {what: ladder.configs(what)[rows[what][0]].model}
-    is_new = False
-    for name, some in rows.items():
-        size, known = parameters(sizes[name]).total, told.get(name, {}).get("rows", {})
-        if not (missing := [row for row in some if row not in known]):
-            continue
-        is_new = True
-        for row in missing:
-            if what != PUBLISHED and ladder.outcomes(what, row):
+    missing = {
+        name: new
+        for name, some in rows.items()
+        if (new := [row for row in some if row not in told.get(name, {}).get("rows", {})])
+    }
+    if not missing:
+        return False
+    if what != PUBLISHED:
+        for row in missing[what]:
+            if ladder.outcomes(what, row):
                 raise ConfigError(f"points of {row} at {what} are there already: what is known is not predicted")
-        cells = read_cells(ladder)
-        _check_known(ladder, cells, missing, size)
+    cells = read_cells(ladder)
+    for name, new in missing.items():
+        size = parameters(sizes[name]).total
+        _check_known(ladder, cells, new, size)
         if what == PUBLISHED:
-            added = {row: {"gap_pct": [_percent(g) for g in fit_row(cells, row).at(size)]} for row in missing}
-            told[name] = {"parameters": size, "rows": known | added}
+            there = told.setdefault(name, {"parameters": size, "rows": {}})
+            there["rows"] |= {row: {"gap_pct": [_percent(g) for g in fit_row(cells, row).at(size)]} for row in new}
         else:
-            there = told.get(name, {"parameters": size, "seeds": plan.rungs[what].seeds})
-            told[name] = there | {"rows": known | predict(cells, missing, size, seeds=there["seeds"])}
-    if is_new:
-        file = ladder.results / "predictions.yaml"
-        file.write_text(yaml.safe_dump(told, sort_keys=False, default_flow_style=None))
-    return is_new
+            there = told.setdefault(name, {"parameters": size, "seeds": plan.rungs[what].seeds, "rows": {}})
+            there["rows"] |= predict(cells, new, size, seeds=there["seeds"])
+    file = ladder.results / "predictions.yaml"
+    file.write_text(yaml.safe_dump(told, sort_keys=False, default_flow_style=None))
+    return True
 
 
 def _check_known(ladder: Ladder, cells: Sequence[Cell], rows: Sequence[str], size: float) -> None:

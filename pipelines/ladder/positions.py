@@ -27,6 +27,17 @@ def has_positions(config: RunConfig) -> bool:
 
 
 @torch.no_grad()
+def saved_model(config: RunConfig, weights: Path) -> Decoder:
+    """Return the model that a run has saved, with the basis and the fixed embedding that it has in a subspace."""
+    model = Decoder(config.model, config.constraint)
+    tensors = load_file(weights)
+    for name in tensors.keys() & {"basis_DR", "fixed_VD"}:
+        model.get_buffer(name).copy_(tensors.pop(name))
+    model.load_state_dict(tensors)
+    return model
+
+
+@torch.no_grad()
 def loss_by_position(config: RunConfig, data: Path, weights: Path) -> list[float]:
     """Return the mean cross-entropy (nats per token) in each of `PARTS` parts of a sequence, on what a run evaluates.
 
@@ -38,13 +49,7 @@ def loss_by_position(config: RunConfig, data: Path, weights: Path) -> list[float
         data: the folder of its corpus.
         weights: the model that it saved.
     """
-    model = Decoder(config.model, config.constraint)
-    tensors = load_file(weights)
-    for name in ("basis_DR", "fixed_VD"):
-        if name in tensors:
-            model.get_buffer(name).copy_(tensors.pop(name))
-    model.load_state_dict(tensors)
-    t = config.train
+    model, t = saved_model(config, weights), config.train
     tokens = TokenData(data, seq_len=t.seq_len, global_batch=t.global_batch, seed=config.seed)
     windows = tokens.held_out(t.eval_sequences, t.eval_split)
     sums = torch.zeros(t.seq_len, dtype=torch.float64)
