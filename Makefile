@@ -23,11 +23,13 @@ gpu-pack: .venv/.done ## pack what `make gpu` wants beside the source, from what
 gpu:                 ## on a GPU's machine, where nothing is installed: kernels, ranks, speed, points of the ladder
 	PYTHONPATH=$(CURDIR) python3 -m pipelines.gpu
 
-test: export PYTHONDONTWRITEBYTECODE := # it starts hundreds of processes
+# More workers than cores, as many tests wait for links and timeouts; with bytecode, as they start hundreds of processes.
+test: WORKERS = $$(python -c 'import os; print(3 * os.cpu_count() // 2)')
+test: export PYTHONDONTWRITEBYTECODE :=
 test: .venv/.done   ## lint, the import contract, pytest, and every notebook at smoke scale
 	ruff check . && ruff format --check . && lint-imports --no-cache
-	python -m pytest -n auto --dist worksteal
-	python -m pytest -n auto --dist loadfile --no-loadscope-reorder --nbval-lax --nbval-kernel-startup-timeout 300 \
+	python -m pytest -n $(WORKERS) --dist worksteal
+	python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --nbval-lax --nbval-kernel-startup-timeout 300 \
 		notebooks -p no:cacheprovider
 
 lab: .venv/.done    ## explore in JupyterLab, which opens at the root of the checkout, on an index

@@ -21,6 +21,7 @@ import yaml
 from lowcomm.experiment.batches import TokenData
 from lowcomm.experiment.run_folder import RunFolder
 from lowcomm.experiment.train import train_in_threads
+from lowcomm.experiment.trainer import saved_model
 from lowcomm.model.accounting import parameters
 from lowcomm.settings import ConfigError
 from pipelines import probes
@@ -29,7 +30,7 @@ from pipelines.ladder.__main__ import listed, main
 from pipelines.ladder.fits import at_their_best, gap_rows, read_cells, read_trials
 from pipelines.ladder.headline import read_pairs
 from pipelines.ladder.plan import LADDER, Ladder, Line, Plan, Row, base_of, read_plan
-from pipelines.ladder.positions import PARTS, loss_by_position, saved_model
+from pipelines.ladder.positions import PARTS, loss_by_position
 from pipelines.ladder.tune import tune, walk_line, walk_row
 from tests.conftest import small_run
 from tests.harness import clean_environment, small_ladder

@@ -27,7 +27,7 @@ from lowcomm.experiment.inner import learning_rate
 from lowcomm.experiment.run_folder import RunFolder, read_metrics
 from lowcomm.experiment.source import sha256, source_digest
 from lowcomm.experiment.train import train, train_in_threads
-from lowcomm.experiment.trainer import Trainer
+from lowcomm.experiment.trainer import Trainer, initial_model, saved_model
 from lowcomm.model.decoder import Decoder
 from lowcomm.settings import ConfigError
 from pipelines.launch import torchrun_command
@@ -453,6 +453,23 @@ def test_the_saved_model_is_the_evaluated_one(reference: Path, corpus: Path) -> 
 
     assert run_threads(evaluate, replicas=2) == [summary["val_loss"]] * 2
     assert set(weights) == set(dict(Decoder(LONG.model).named_parameters()))
+
+
+def test_a_saved_model_is_read_back(reference: Path, tmp_path: Path) -> None:
+    weights, path = load_file(reference / "model.safetensors"), tmp_path / "other.safetensors"
+    model = saved_model(LONG, reference / "model.safetensors")
+    assert all(torch.equal(p, weights[name]) for name, p in model.named_parameters())
+    tied = small_run(model={"tied": True})
+    save_file(dict(initial_model(tied).named_parameters()), path)
+    assert saved_model(tied, path).head.weight.equal(initial_model(tied).embedding.weight)
+    for other, said in (
+        (weights | {"more": torch.ones(2)}, r"more is \[2\], but missing in"),
+        ({k: v for k, v in weights.items() if k != "norm.weight"}, r"norm.weight is missing, but \[\d+\] in"),
+        (weights | {"norm.weight": torch.ones(3)}, r"norm.weight is \[3\], but \[\d+\] in"),
+    ):
+        save_file(other, path)
+        with pytest.raises(ConfigError, match=f"other.safetensors: {said} the model of the configuration"):
+            saved_model(LONG, path)
 
 
 def test_training_learns(reference: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from lowcomm.choices import choose
@@ -54,6 +55,25 @@ def initial_model(config: RunConfig) -> Decoder:
             raise ConfigError(
                 f"model.{key} = {wanted[key]}, but train.weights = {config.train.weights} has {there[key]}"
             )
+    return model
+
+
+@torch.no_grad()
+def saved_model(config: RunConfig, weights: Path) -> Decoder:
+    """The whole model that a run has saved, with the basis and the fixed embedding that it ended with in a subspace.
+
+    Raises ConfigError where the file holds another model than the configuration says.
+    """
+    model = Decoder(config.model, config.constraint)
+    wanted = dict(model.named_parameters())
+    if model.constraint is not None:
+        wanted |= {"basis_DR": model.basis_DR, "fixed_VD": model.fixed_VD}  # no part of the state of training
+    there = load_file(weights)
+    for name in sorted(wanted.keys() | there.keys()):
+        shapes = [list(tensors[name].shape) if name in tensors else "missing" for tensors in (there, wanted)]
+        if shapes[0] != shapes[1]:
+            raise ConfigError(f"{weights}: {name} is {shapes[0]}, but {shapes[1]} in the model of the configuration")
+        wanted[name].copy_(there[name])
     return model
 
 

@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch.nn import functional as F
 
 from lowcomm.experiment.batches import TokenData
 from lowcomm.experiment.config import RunConfig
-from lowcomm.model.decoder import Decoder
+from lowcomm.experiment.trainer import saved_model
 from pipelines.ladder.plan import Ladder, base_of
 
 #: Equal parts of a sequence.
@@ -24,17 +23,6 @@ def has_positions(config: RunConfig) -> bool:
     What a pipeline evaluates has crossed its boundaries, which a saved model has not.
     """
     return config.stages == 1 and config.train.seq_len % PARTS == 0
-
-
-@torch.no_grad()
-def saved_model(config: RunConfig, weights: Path) -> Decoder:
-    """Return the model that a run has saved, with the basis and the fixed embedding that it has in a subspace."""
-    model = Decoder(config.model, config.constraint)
-    tensors = load_file(weights)
-    for name in tensors.keys() & {"basis_DR", "fixed_VD"}:
-        model.get_buffer(name).copy_(tensors.pop(name))
-    model.load_state_dict(tensors)
-    return model
 
 
 @torch.no_grad()
