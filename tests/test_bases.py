@@ -60,34 +60,39 @@ def test_a_smooth_tile_needs_few_cosines() -> None:
 
 
 def demo_by_hand(grads: list[list[Tensor]], lr: float, keep: int, beta: float) -> Tensor:
-    """DeMo as its public code has it, of one matrix of one tile: momentum, largest cosines, mean of senders, sign."""
+    """DeMo's step as bloc97/DeMo (`demo.py` at cab4606) has it, for a matrix whose sides are multiples of 64: momentum,
+    the largest cosines of each tile, their mean over those that have sent them, sign.
+    """
     c = cosines(64, torch.device("cpu"))
-    theta, momenta = torch.zeros(64, 64), [torch.zeros(64, 64) for _ in grads[0]]
+    theta, momenta = torch.zeros_like(grads[0][0]), [torch.zeros_like(grad) for grad in grads[0]]
+    rows, columns = theta.shape
+    tiles = [(slice(i, i + 64), slice(j, j + 64)) for i in range(0, rows, 64) for j in range(0, columns, 64)]
     for of_step in grads:
-        total, senders = torch.zeros(4096), torch.zeros(4096)
-        for i, grad in enumerate(of_step):
-            momenta[i] = beta * momenta[i] + lr * grad
-            coefficients = (c @ momenta[i] @ c.T).flatten()
-            kept = coefficients.abs().topk(keep).indices
-            sparse = torch.zeros(4096)
-            sparse[kept] = coefficients[kept]
-            momenta[i] = momenta[i] - c.T @ sparse.view(64, 64) @ c
-            total[kept] += coefficients[kept]
-            senders[kept] += 1
-        mean = (total / senders.clamp(min=1)).view(64, 64)
-        theta = theta - lr * (c.T @ mean @ c).sign()
+        momenta = [beta * momentum + lr * grad for momentum, grad in zip(momenta, of_step, strict=True)]
+        for tile in tiles:
+            total, senders = torch.zeros(4096), torch.zeros(4096)
+            for momentum in momenta:
+                coefficients = (c @ momentum[tile] @ c.T).flatten()
+                kept = coefficients.abs().topk(keep).indices
+                sparse = torch.zeros(4096)
+                sparse[kept] = coefficients[kept]
+                momentum[tile] -= c.T @ sparse.view(64, 64) @ c
+                total[kept] += coefficients[kept]
+                senders[kept] += 1
+            mean = (total / senders.clamp(min=1)).view(64, 64)
+            theta[tile] -= lr * (c.T @ mean @ c).sign()
     return theta
 
 
 def test_demo_is_a_combination_of_choices() -> None:
     """Inner SGD at the same rate, every step a turn: its outer gradient is lr times the gradient."""
-    steps, lr, replicas = 6, 0.01, 3
+    steps, lr, replicas, shape = 6, 0.01, 3, (128, 192)
 
     def gradient(replica: int, step: int) -> Tensor:
-        return drawn(64, 64, seed=10 * replica + step)
+        return drawn(*shape, seed=10 * replica + step)
 
     def work(world: World) -> Tensor:
-        x = nn.Parameter(torch.zeros(64, 64))
+        x = nn.Parameter(torch.zeros(shape))
         sync = DeMo({"x": x}, world, steps=steps, outer_lr=lr)
         for step in range(steps):
             with torch.no_grad():

@@ -21,6 +21,7 @@ from lowcomm.cost.predict import Links, message_bytes
 from lowcomm.experiment.data import prepared
 from lowcomm.experiment.project import Project
 from lowcomm.experiment.train import train_in_threads
+from lowcomm.methods.named import DeMo, SparseLoCo
 from lowcomm.model.accounting import parameters
 from lowcomm.model.config import ModelConfig
 from lowcomm.model.huggingface import public_config
@@ -102,12 +103,18 @@ def test_slow_machines_keep_gradients_and_pipelines_waiting_and_not_local_update
 def test_what_is_newer_than_the_papers_is_tried_where_it_has_been_measured() -> None:
     """It says what the front would be without it; Muon's gain counts as none beyond the sizes of its runs."""
     table = plan(_cluster(10.0), JOB, PENALTIES)
-    assert not table.sparse_messages.any()
-    assert not table.muon.any()
+    assert not table[list(planner.SINCE)].to_numpy().any()
     assert all("in no row" in line for line in planner.moves_front(table))
-    more = [("sparse messages", 8, 1, SIZE, 0.005, 0.01, "ours"), ("Muon inside", 8, 1, SIZE / 10, -0.05, 0.01, "ours")]
+    more = [
+        ("sparse messages", 8, 1, SIZE, 0.005, 0.01, "ours"),
+        ("Muon inside", 8, 1, SIZE / 10, -0.05, 0.01, "ours"),
+        ("rising momentum", 2, 1, SIZE, -0.004, 0.01, "ours"),
+        ("gossip momentum", 8, 1, SIZE, 0.001, 0.01, "ours"),
+        ("DeMo", 2, 1, SIZE, 0.04, 0.01, "ours"),
+    ]
     table = plan(_cluster(10.0), JOB, Penalties(pd.DataFrame(ROWS + more, columns=COLUMNS)))
-    sparse, muon = planner.moves_front(table)
+    sparse, muon, rising, gossip, demo = planner.moves_front(table)
+    assert all("on the front" in line for line in (rising, gossip, demo))
     best = table.iloc[0]
     assert best.sparse_messages
     without = table[~table.sparse_messages].days_to_equal_loss.min() / best.days_to_equal_loss
@@ -118,8 +125,18 @@ def test_what_is_newer_than_the_papers_is_tried_where_it_has_been_measured() -> 
     assert both.loss_percent["every 30 steps, Muon", 8, 1] == both.loss_percent["every 30 steps", 8, 1]
     assert both.memory_gb["every 30 steps, Muon", 8, 1] < both.memory_gb["every 30 steps", 8, 1]  # one moment, not two
     assert both.bytes_per_token["every 30 steps, sparse", 8, 1] < both.bytes_per_token["every 30 steps", 8, 1] / 10
+    assert both.loss_percent["every 30 steps, rising momentum", 8, 1] < both.loss_percent["every 30 steps", 8, 1]
+    assert both.bytes_per_token["every 30 steps, pairs, GASLoC", 8, 1] == pytest.approx(
+        both.bytes_per_token["every 30 steps, pairs", 8, 1], rel=0.01
+    )
+    # A ring sends each value of 4 bytes 7/8 times twice; 32 of 4,096, of 5.5 bytes with their place, go to 7 others.
+    fewer = both.bytes_per_token["gradients", 8, 1] / both.bytes_per_token["DeMo", 8, 1]
+    assert fewer == pytest.approx((2 * 7 / 8 * 4 * 4096) / (7 * 32 * 5.5), rel=0.01)
     run = run_of(planner.method_of(best), JOB, best.replicas, best.stages)
-    assert run.method.codec == "chunk_topk_2bit"
+    assert run.method == dataclasses.replace(SparseLoCo.default, sync_every_steps=best.sync_every_steps)
+    (each_step,) = table[table.demo & (table.replicas == 8)].itertuples()
+    run = run_of(planner.method_of(table.loc[each_step.Index]), JOB, 8, 1)
+    assert (run.method, run.train.optimizer) == (DeMo.default, "sgd")
 
 
 def test_what_does_not_fit_is_left_out_and_slices_make_it_fit() -> None:
@@ -208,6 +225,8 @@ def test_a_method_of_what_nothing_has_measured_is_not_advised() -> None:
     found = plan(_cluster(100.0), JOB, Penalties(table))
     assert set(found.slices) == {1}
     assert set(found[found.pairs].stages) == {1}
+    thinner = pd.DataFrame([row for row in ROWS if row[:3] != ("slices", 8, 8)], columns=COLUMNS)
+    assert set(plan(_cluster(100.0), JOB, Penalties(thinner)).slices) == {1, 2}
     with pytest.raises(ConfigError, match="nothing has measured slices"):
         Penalties(table).of(Method(30, slices=2), 8, 1, SIZE)
 

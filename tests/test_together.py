@@ -27,7 +27,7 @@ from tests.conftest import small_run
 SLICED = {"trainable": "slice", "slices": 2}
 SUBSPACE = {"kind": "subspace", "rank": 4, "update_every_steps": 4, "update_lr": 1.0}
 #: Of each kind of codec one or two; `test_codecs` has all.
-CODECS = ("fp32", "int8", "e3m0", "topk", "dropout", "dare", "chunk_topk_2bit")
+CODECS = ("fp32", "int8", "e3m0", "topk", "dropout", "dare", "chunk_topk_2bit", "levels")
 #: The choices of a method, and a value of each kind.
 CHOICES: dict[str, dict[str, dict[str, Any]]] = {
     "trainable": {

@@ -3,8 +3,9 @@
     fp32, fp16, bf16   the dtype itself (`cast`)
     eXmY               a small float of 1 + X + Y bits (`small_float`)
     int8, sign         multiples of a block's scale, -127 to 127, or plus and minus it (`scaled`)
+    levels             four levels of the message, in 2 bits (`levels`)
     topk               the largest magnitudes (`sparse`)
-    chunk_topk         the largest of each chunk, as fp32 or, with _2bit, in 2 bits (`sparse`)
+    chunk_topk         the largest of each chunk, as fp32 or, with _2bit, as levels (`sparse`)
     dropout, dare      random values (`sparse`)
 
 Every code is finite; NaN and infinities are refused by name. `codec` says how to add one.

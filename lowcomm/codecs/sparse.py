@@ -1,9 +1,10 @@
 """Codecs that leave values out: the largest magnitudes, of all or of each chunk, or random ones.
 
 The largest of each chunk are SparseLoCo's (Sarfi et al., 2025, arXiv:2508.15706): a place in a chunk of 4,096 values
-takes 12 bits, and two more bits are enough for a value where error feedback (`method.error_feedback`) makes up for what
-is lost. With 64 of each 4,096 that is 112 bytes for 16,384, 146 times fewer than fp32. The paper cuts matrices into
-tiles of 64 x 64; here a message is cut as it lies.
+takes 12 bits, and two more bits are enough for a value (`levels`) where error feedback makes up for what is lost. With
+64 of each 4,096 that is 112 bytes for 16,384, 146 times fewer than fp32. The paper cuts matrices into tiles of 64 x 64;
+here a message is cut as it lies, which is the same where `method.basis` puts such tiles one after the other and a
+matrix' sides are multiples of 64. Of smaller tiles the public code keeps as many values as of a whole one.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowcomm.codecs.bits import pack, pack_bits, packed_nbytes, refuse_non_finite, unpack, unpack_bits, view_as
+from lowcomm.codecs.bits import pack_bits, refuse_non_finite, unpack_bits, view_as
+from lowcomm.codecs.cast import Cast
 from lowcomm.codecs.codec import Codec
+from lowcomm.codecs.levels import Levels
 
-#: Values of a chunk, and the bytes of the four levels of a message in 2 bits.
-CHUNK, _LEVELS_NBYTES = 4096, 16
+#: Values of a chunk.
+CHUNK = 4096
 
 
 def _kept(numel: int, keep: float) -> int:
@@ -70,12 +73,8 @@ class TopK(Codec):
 class ChunkTopK(Codec):
     """The largest magnitudes of each chunk of `CHUNK` values, of each as many, with their places in 12 bits.
 
-    As fp32 ("chunk_topk"), or as one of four levels of the message in 2 bits ("chunk_topk_2bit"): values v are put into
-    bins of 1.5 standard deviations about their mean, and stand for the mean of their bin,
-
-        bin = clamp(round((v - mean) / (1.5 sigma) + 2), 0, 3)
-
-    as the public code has it. The last chunk may be shorter; it sends as many values, or all that it has.
+    As fp32 ("chunk_topk"), or as one of four levels of all that is sent, in 2 bits ("chunk_topk_2bit", `levels`). The
+    last chunk may be shorter; it sends as many values, or all that it has.
     """
 
     names = ("chunk_topk", "chunk_topk_2bit")
@@ -83,7 +82,8 @@ class ChunkTopK(Codec):
     block = 0
 
     def __init__(self, keep: float, *, two_bits: bool = False):
-        self.name, self.two_bits = f"{self.names[two_bits]} {keep:g}", two_bits
+        self.name = f"{self.names[two_bits]} {keep:g}"
+        self.values: Codec = Levels() if two_bits else Cast("fp32")
         self.each = max(1, round(keep * CHUNK))
 
     @classmethod
@@ -98,44 +98,23 @@ class ChunkTopK(Codec):
         places = [_largest(part, self.each) for part in parts]
         kept = torch.cat([part.gather(1, at).view(-1) for part, at in zip(parts, places, strict=True)])
         at = torch.cat([at.view(-1) for at in places])
-        return torch.cat([_pack_12_bits(at.to(torch.int32)), self._pack(kept)])
+        return torch.cat([_pack_12_bits(at.to(torch.int32)), self.values.encode(kept)])
 
     def decode(self, packed: Tensor, numel: int) -> Tensor:
         x, count = torch.zeros(numel, device=packed.device), self._count(numel)
         size = _nbytes_12_bits(count)
         chunk = torch.arange(count, device=packed.device) // self.each
-        x[_unpack_12_bits(packed[:size], count) + CHUNK * chunk] = self._unpack(packed[size:], count)
+        x[_unpack_12_bits(packed[:size], count) + CHUNK * chunk] = self.values.decode(packed[size:], count)
         return x
 
     def nbytes(self, numel: int) -> int:
         count = self._count(numel)
-        values = _LEVELS_NBYTES + packed_nbytes(count, 2) if self.two_bits else 4 * count
-        return _nbytes_12_bits(count) + (values if count else 0)
+        return _nbytes_12_bits(count) + self.values.nbytes(count)
 
     def _count(self, numel: int) -> int:
         """How many of so many values are sent."""
         full, rest = divmod(numel, CHUNK)
         return full * self.each + min(self.each, rest)
-
-    def _pack(self, kept: Tensor) -> Tensor:
-        if not self.two_bits or not kept.numel():
-            return kept.view(torch.uint8)
-        centred = kept - (mean := kept.mean())
-        width = 1.5 * centred.square().sum().div(max(1, kept.numel() - 1)).sqrt()
-        bins = (centred / width.where(width > 0, 1.0) + 2).round_().clamp_(0, 3)
-        # Sums that are the same each time, on a GPU too: a message is encoded more than once.
-        sums = torch.stack([centred.where(bins == level, 0.0).sum() for level in range(4)])
-        counts = torch.stack([(bins == level).sum() for level in range(4)])
-        levels = sums / counts.clamp(min=1) + mean
-        codes = torch.empty(packed_nbytes(kept.numel(), 2), dtype=torch.uint8, device=kept.device)
-        pack(bins.to(torch.uint8)[None], codes[None], 2)
-        return torch.cat([levels.view(torch.uint8), codes])
-
-    def _unpack(self, packed: Tensor, count: int) -> Tensor:
-        if not self.two_bits or not count:
-            return view_as(packed, torch.float32)
-        levels = view_as(packed[:_LEVELS_NBYTES], torch.float32)
-        return levels[unpack(packed[_LEVELS_NBYTES:][None], count, 2)[0].long()]
 
 
 def _largest(x: Tensor, count: int) -> Tensor:

@@ -24,13 +24,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from lowcomm.methods.config import BoundaryConfig, MethodConfig
+from lowcomm.methods.named import DeMo, SparseLoCo
 from lowcomm.model.config import ModelConfig
 from lowcomm.settings import ConfigError
 
@@ -40,7 +41,9 @@ class Method:
     """Ingredients. `ratio`: D / R of a subspace, 1 for a dense boundary; `sync_every_steps`: H, 0 for gradients.
 
     sparse_messages: of outer gradients the largest of each chunk, in 2 bits, with error feedback and no momentum
-    (SparseLoCo). muon: Muon inside.
+    (SparseLoCo). muon: Muon inside. rising_momentum: an outer momentum that rises from 0 in the first fifth of the run.
+    gossip_momentum: with pairs, GASLoC's momentum in place of NoLoCo's. demo: DeMo, which sends the largest cosines of
+    what has not been sent yet after each step, with plain SGD inside.
     """
 
     sync_every_steps: int = 0
@@ -50,11 +53,17 @@ class Method:
     ratio: int = 1
     sparse_messages: bool = False
     muon: bool = False
+    rising_momentum: bool = False
+    gossip_momentum: bool = False
+    demo: bool = False
 
     @property
     def name(self) -> str:
+        if self.demo:
+            return "DeMo"
         parts = ["gradients" if not self.sync_every_steps else f"every {self.sync_every_steps} steps"]
-        parts += ["streaming"] * self.streaming + ["pairs"] * self.pairs + ["sparse"] * self.sparse_messages
+        parts += ["streaming"] * self.streaming + ["rising momentum"] * self.rising_momentum
+        parts += ["pairs"] * self.pairs + ["GASLoC"] * self.gossip_momentum + ["sparse"] * self.sparse_messages
         parts += [f"1/{self.slices} of MLPs"] * (self.slices > 1) + [f"subspace 1/{self.ratio}"] * (self.ratio > 1)
         parts += ["Muon"] * self.muon
         return ", ".join(parts)
@@ -62,15 +71,17 @@ class Method:
     def ingredients(self, stages: int) -> dict[str, float]:
         """Return the ingredients that a table of penalties names -> their amounts; none for data-parallel training."""
         found = {}
-        if self.sync_every_steps:
+        if self.demo:
+            found = {"DeMo": 1.0}
+        elif self.sync_every_steps:
             found = {"local updates": 1.0, "rounds": float(self.sync_every_steps)}
             found |= {name: 1.0 for name in ("streaming", "pairs") if getattr(self, name)}
             if self.pairs and stages > 1:
                 found["routes"] = 1.0
             if self.slices > 1:
                 found["slices"] = float(self.slices)
-            if self.sparse_messages:
-                found["sparse messages"] = 1.0
+            since = ("sparse_messages", "rising_momentum", "gossip_momentum")
+            found |= {name.replace("_", " "): 1.0 for name in since if getattr(self, name)}
         if self.muon:
             found["Muon inside" if self.sync_every_steps else "Muon"] = 1.0
         if self.ratio > 1:
@@ -87,15 +98,19 @@ class Method:
         route = "random_micro_batch" if self.pairs and stages > 1 else "fixed"
         if not self.sync_every_steps:
             return MethodConfig(exchange="gradients", boundary=boundary)
+        if self.demo or self.sparse_messages:
+            named = DeMo.default if self.demo else SparseLoCo.default
+            return replace(named, sync_every_steps=self.sync_every_steps, route=route, boundary=boundary)
         found: dict[str, Any] = {"outer": "nesterov", "outer_lr": 0.4, "outer_momentum": 0.9}
+        if self.rising_momentum:
+            found = {"outer": "nesterov", "outer_lr": 0.4, "outer_momentum_points": ("0@0", "0.9@0.2")}
         if self.pairs:
             found = {"outer": "noloco", "outer_lr": 0.7, "outer_momentum": 0.5, "outer_pull": 0.7, "peers": "group"}
+        if self.gossip_momentum:
+            found = {"outer": "gasloc", "outer_lr": 0.7, "outer_momentum": 0.6, "peers": "group"}
         if self.streaming:
             found |= {"fragments": "strided", "overlap_steps": (1,), "mixing": 0.5, "codec": "e3m0"}
             found |= {"offload_outer": True}
-        if self.sparse_messages:
-            found |= {"outer": "heavy_ball", "outer_momentum": 0.0, "codec": "chunk_topk_2bit", "codec_keep": 1 / 64}
-            found |= {"error_feedback": 0.95, "basis": "tiles", "mean": "senders"}
         if self.slices > 1:
             found |= {"trainable": "slice", "slices": self.slices, "sliced": ("mlp",)}
         return MethodConfig(
@@ -194,8 +209,15 @@ class Penalties:
         return Penalty(value, deviation, math.exp(max(apart[source])), source)
 
     def knows(self, method: Method, stages: int) -> bool:
-        """Tell whether all ingredients of a method have been measured."""
-        return method.ingredients(stages).keys() <= self._sources.keys()
+        """Tell whether all ingredients of a method have been measured, and slices at least as thin.
+
+        Nothing says how what slices cost goes on beyond the thinnest that were trained, but that it rises quickly.
+        """
+        return method.ingredients(stages).keys() <= self._sources.keys() and method.slices <= self._thinnest
+
+    @functools.cached_property
+    def _thinnest(self) -> float:
+        return max((row.amount for rows in self._sources.get("slices", {}).values() for row in rows), default=1.0)
 
     def parts(self, method: Method, replicas: int, stages: int, parameters: float) -> dict[str, Penalty]:
         """Return the penalty of each ingredient of a method. Raises ConfigError where one has not been measured."""

@@ -2,10 +2,11 @@
 
     lowcomm plan --nodes 8 --memory-gb 24 --mbit-per-s 100 --latency-ms 40 --model partial_updates/1.3b
 
-A configuration is a grid of replicas x stages and a method: gradients exchanged, or local updates with any of streaming
-(fragments, overlap, 4 bits), pairs, slices, or with sparse messages; with stages, a dense boundary or a subspace; AdamW
-or Muon inside. What settings refuse, and what does not fit into memory, is left out. Time and bytes are `predict`'s,
-memory is `footprint`'s. The global batch is rounded to what the replicas can share.
+A configuration is a grid of replicas x stages and a method: gradients exchanged, DeMo, or local updates with any of
+streaming (fragments, overlap, 4 bits), pairs and slices, or with sparse messages, an outer momentum that rises, or
+GASLoC's; with stages, a dense boundary or a subspace; AdamW or Muon inside. What settings refuse, and what does not fit
+into memory, is left out. Time and bytes are `predict`'s, memory is `footprint`'s. The global batch is rounded to what
+the replicas can share.
 
 Loss is not predicted: it is what runs measured of each ingredient, ours or a paper's, whichever is nearer
 (`ingredients`), turned into the tokens, and so the days, that buy a penalty back: these rank configurations. A method
@@ -137,7 +138,12 @@ def methods(replicas: int, stages: int) -> Iterator[Method]:
                     for slices in SLICES[:1] if muon else SLICES:
                         if (2 if pairs else replicas) % slices == 0:  # each owned in a group
                             yield Method(sync_every_steps, streaming, pairs, slices, ratio, muon=muon)
+                yield Method(sync_every_steps, streaming, ratio=ratio, muon=muon, rising_momentum=True)
             yield Method(sync_every_steps, ratio=ratio, sparse_messages=True, muon=muon)
+            if replicas > 2:
+                yield Method(sync_every_steps, pairs=True, ratio=ratio, muon=muon, gossip_momentum=True)
+        if ratio == 1 and not muon:
+            yield Method(1, demo=True)
 
 
 def run_of(
@@ -164,7 +170,7 @@ def run_of(
         accumulation=max(n for n in range(1, min(mine, most) + 1) if mine % n == 0),
         recompute=recompute,
         precision="bf16",
-        **({"optimizer": "muon", "muon_lr": MUON_LR} if method.muon else {}),
+        **({"optimizer": "muon", "muon_lr": MUON_LR} if method.muon else {"optimizer": "sgd"} if method.demo else {}),
     )
     return RunConfig(
         name="plan",
@@ -294,7 +300,13 @@ def front(days: Sequence[float], loss: Sequence[float]) -> list[bool]:
 
 
 #: What the field has added since the four papers, by its column: the name in `Penalties`.
-SINCE = {"sparse_messages": "sparse messages", "muon": "Muon"}
+SINCE = {
+    "sparse_messages": "sparse messages",
+    "muon": "Muon",
+    "rising_momentum": "a momentum that rises",
+    "gossip_momentum": "GASLoC's momentum",
+    "demo": "DeMo",
+}
 
 
 def moves_front(table: pd.DataFrame) -> list[str]:

@@ -12,6 +12,9 @@ and what a codec loses are the same in each; which values are kept is not.
     cosines     of each tile T: C_n T C_m^T, with the orthonormal DCT-II
                 C_n[k, j] = sqrt(2 / n) cos(pi k (2 j + 1) / 2 n), its first row divided by sqrt(2)
 
+Both public codes keep as many values of each tile; here a codec takes a share of each 4,096 coordinates as they come,
+which is the same for tiles of 64 x 64. Of smaller ones it is the larger of several tiles together.
+
 Each member turns the mean back by itself, so replicas stay equal to the last bit where their machines round alike.
 
 To add one, write a file in this folder with a class that derives from `Basis` and has `names`.
