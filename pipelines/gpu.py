@@ -284,8 +284,8 @@ PARTS: dict[str, Callable[[Bench], dict[str, Any]]] = {
 
 def pack(ladder: Ladder, packed: Path) -> None:
     """Pack the ladder's shards and probes, without which no point can be trained. Raises ConfigError without them."""
-    first = next(scale for scale in ladder.params["scales"] if scale != SCALE)  # all rungs read its shards
-    folders = [ladder.project.data_dir(corpus, s) for corpus in ladder.params["corpora"] for s in (SCALE, first)]
+    scales = SCALE, ladder.first_rung
+    folders = [ladder.project.data_dir(corpus, s) for corpus in ladder.params["corpora"] for s in scales]
     for folder in (folders := [ladder.build / "probes", *folders]):
         if not folder.exists():
             raise ConfigError(f"{folder} is missing: python -m pipelines.ladder prepare")

@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import json
 import math
+import re
 import signal
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from pipelines.ladder import workers
 from pipelines.ladder.__main__ import listed, main
 from pipelines.ladder.fits import at_their_best, gap_rows, read_cells, read_trials
 from pipelines.ladder.headline import read_pairs
+from pipelines.ladder.origin import Origin
 from pipelines.ladder.plan import LADDER, Ladder, Line, Plan, Row, base_of, read_plan
 from pipelines.ladder.positions import PARTS, loss_by_position
 from pipelines.ladder.tune import tune, walk_line, walk_row
@@ -248,7 +250,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ladder:
 
 def outcomes(ladder: Ladder) -> dict[str, tuple[float, int]]:
     """The loss of each point, and when it was written."""
-    files = sorted(ladder.results.rglob("*.json"))
+    files = sorted({*ladder.results.rglob("*.json")} - {ladder.results / "origin.json"})
     return {
         str(f.relative_to(ladder.results)): (json.loads(f.read_text())["val_loss"], f.stat().st_mtime_ns) for f in files
     }
@@ -421,6 +423,28 @@ def test_parts_of_a_sequence_make_up_the_loss(run: str, method: dict, corpus: Pa
     with torch.no_grad():
         _, first = saved_model(config, folder.model).losses(early[:, :-1], early[:, 1:])
     assert parts[0] == pytest.approx(first.item(), abs=2e-5)
+
+
+def test_points_of_another_corpus_are_shown_and_not_added_to(small: Ladder, capsys: pytest.CaptureFixture) -> None:
+    """As on a machine with another release of Python, whose own source is another text."""
+    assert main(["tune", "a"], small) == 0
+    assert main(["train", "a"], small) == 0
+    again = Ladder(small.folder, small.build.parent / "elsewhere", small.results)
+    rows = small.folder / "rows.jsonl"
+    rows.write_text(rows.read_text().replace("in plain words", "in plainer words"))
+    assert main(["train", "a"], again) == 0, capsys.readouterr().err
+    assert again.corpus("rows", "a") != small.corpus("rows", "a")
+    assert again.origin == small.origin == Origin.here(small)
+    points = again.results_at("a")
+    points[0].file.unlink()
+    assert [point.read() is None for point in points] == [True, *([False] * (len(points) - 1))]
+    assert main(["train", "a"], again) == 1
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert re.search(r"ConfigError: the corpus rows was made with Python 3\.\S+ here, but that of the points in", told)
+    for file in small.results.rglob("*.json"):
+        file.unlink()
+    assert main(["tune", "a"], again) == 0
+    assert again.origin == Origin.here(again) != Origin.here(small)
 
 
 def test_a_worker_that_is_done_when_another_fails_ends_too(small: Ladder) -> None:

@@ -24,6 +24,7 @@ from collections.abc import Collection
 from lowcomm.experiment.project import pick
 from lowcomm.settings import ConfigError
 from pipelines.ladder.headline import retrain
+from pipelines.ladder.origin import keep_origin
 from pipelines.ladder.plan import LADDER, PUBLISHED, Ladder, Row, Rung
 from pipelines.ladder.tune import tune
 from pipelines.ladder.workers import Workers, one_by_one
@@ -44,16 +45,18 @@ def prepare(ladder: Ladder, rows: Collection[str] | None = None) -> None:
         told = {row.name: ladder.probe(row) for row in some}
         (ladder.build / "headline-probes.json").write_text(json.dumps(told, indent=1) + "\n")
     for corpus in ladder.params["corpora"]:
-        prepared(ladder.project, corpus, next(scale for scale in ladder.params["scales"] if scale != SCALE))
+        prepared(ladder.project, corpus, ladder.first_rung)
     link_rungs(ladder)
+    if some is None:
+        keep_origin(ladder)
 
 
 def link_rungs(ladder: Ladder) -> None:
     """Let all rungs read the shards of the first. Raises ConfigError where their settings differ."""
     for corpus in ladder.params["corpora"]:
-        first, *others = (scale for scale in ladder.params["scales"] if scale != SCALE)
+        first, others = ladder.first_rung, ladder.params["scales"].keys() - {SCALE, ladder.first_rung}
         folder, config = ladder.project.data_dir(corpus, first), ladder.project.corpus_configs(corpus, scale=first)
-        for scale in others:
+        for scale in sorted(others):
             if ladder.project.corpus_configs(corpus, scale=scale) != config:
                 raise ConfigError(f"scales.{scale}.data differs from scales.{first}.data: all rungs share one corpus")
             link = ladder.project.data_dir(corpus, scale)

@@ -27,6 +27,8 @@ from lowcomm.experiment.project import Project, pick
 from lowcomm.methods.schedule import Points
 from lowcomm.model.presets import PRESETS
 from lowcomm.settings import ConfigError, nearest
+from pipelines.ladder.origin import Origin
+from pipelines.probes import SCALE
 from pipelines.project import BUILD, ROOT
 from pipelines.settings import set_values
 
@@ -203,12 +205,38 @@ class Ladder:
         """Its params.yaml."""
         return self.project.load_params()
 
+    @property
+    def first_rung(self) -> str:
+        """The rung whose corpus all rungs share."""
+        return next(scale for scale in self.params["scales"] if scale != SCALE)
+
+    @property
+    def origin(self) -> Origin | None:
+        """What the points in `results` were made with; None where there are none yet."""
+        return Origin.read(self.results)
+
     def probe(self, row: Row) -> str:
-        """The digest of a row's run at smoke scale. Raises ConfigError where it has not been trained."""
+        """The digest of a row's run at smoke scale. Raises ConfigError where it has not been trained.
+
+        Where the text here is another than that of the points, their own probe.
+        """
         file = self.build / "probes" / f"{row.run}.json"
         if not file.exists():
             raise ConfigError(f"no probe {file}: python -m pipelines.ladder prepare")
+        if (origin := self.origin) and not origin.has_text_of(self):
+            return origin.probes[row.run][row.variant]
         return json.loads(file.read_text())[row.variant]
+
+    def corpus(self, name: str, rung: str) -> list[str]:
+        """The digests of tokenizer and shards that a corpus was prepared with here.
+
+        Raises ConfigError where it is missing.
+        """
+        folder = self.project.data_dir(name, rung)
+        if not (card := folder / "card.json").exists():
+            raise ConfigError(f"no corpus in {folder}: python -m pipelines.ladder prepare")
+        told = json.loads(card.read_text())
+        return [told["tokenizer_sha256"], *(s["sha256"] for part in told["splits"].values() for s in part["shards"])]
 
     def overrides(self, row: Row, rung: str, values: Values) -> dict[str, Any]:
         """The settings that values of lines are, as sections of `Project.run_config`.
@@ -348,15 +376,13 @@ class Point:
     def made_from(self) -> str:
         """Return a digest of what decides its outcome: settings, corpus and probe (see `pipelines.probes`).
 
-        Raises ConfigError where corpus or probe are missing.
+        Corpus and probe are those of the points, if these were made with another release of Python (`origin`). Raises
+        ConfigError where corpus or probe are missing.
         """
-        card = self.data / "card.json"
-        if not card.exists():
-            raise ConfigError(f"no corpus in {self.data}: python -m pipelines.ladder prepare")
-        read = json.loads(card.read_text())
+        name = self.config.data.corpus
         told = {
             "settings": {k: v for k, v in set_values(self.config).items() if k not in ("comm", "checkpoint")},
-            "corpus": [read["tokenizer_sha256"], *(s["sha256"] for p in read["splits"].values() for s in p["shards"])],
+            "corpus": origin.corpora[name] if (origin := self.ladder.origin) else self.ladder.corpus(name, self.rung),
             "probe": self.ladder.probe(self.row),
         }
         return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()

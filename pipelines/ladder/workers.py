@@ -50,6 +50,8 @@ def train_point(point: Point) -> dict[str, Any] | None:
     from lowcomm.experiment.train import train_in_threads
     from pipelines.ladder.positions import has_positions, loss_by_position
 
+    if origin := point.ladder.origin:
+        origin.check(point.ladder, point.config.data.corpus)
     folder, begin, made_from = folder_of(point), time.perf_counter(), point.made_from()
     if folder.made_with != source_digest():
         folder.clear()

@@ -1,0 +1,79 @@
+"""What the points in git were made with: their corpora, and the probes of the code.
+
+The ladder's text is Python source, of the standard library and of pinned packages. Another release of Python has
+another standard library, and so another text, whose points would not be pairs with those in git. There the points are
+shown as they are, and none is added.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import platform
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lowcomm.settings import ConfigError
+from pipelines.probes import SCALE
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pipelines.ladder.plan import Ladder
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Kept as origin.json beside the points.
+
+    python: its release. corpora: the digests of tokenizer and shards of each corpus; smoke: the same of the text that
+    probes are trained on. probes: of each run the digests of its variants.
+    """
+
+    python: str
+    corpora: dict[str, list[str]]
+    smoke: dict[str, list[str]]
+    probes: dict[str, dict[str, str]]
+
+    @classmethod
+    def here(cls, ladder: Ladder) -> Origin:
+        """What points would be made with here. Raises ConfigError where corpora or probes are missing."""
+        corpora = ladder.params["corpora"]
+        files = {path.stem: path for path in sorted((ladder.build / "probes").glob("*.json"))}
+        return cls(
+            platform.python_version(),
+            {name: ladder.corpus(name, ladder.first_rung) for name in corpora},
+            {name: ladder.corpus(name, SCALE) for name in corpora},
+            {run: json.loads(path.read_text()) for run, path in files.items()},
+        )
+
+    @classmethod
+    def read(cls, results: Path) -> Origin | None:
+        """What is kept beside the points of a folder; None where nothing is."""
+        file = results / "origin.json"
+        return cls(**json.loads(file.read_text())) if file.exists() else None
+
+    def write(self, results: Path) -> None:
+        """Keep it beside the points of a folder."""
+        results.mkdir(parents=True, exist_ok=True)
+        (results / "origin.json").write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+
+    def has_text_of(self, ladder: Ladder) -> bool:
+        """Tell whether probes are trained on the same text here, so that they can be compared."""
+        return self.smoke == {name: ladder.corpus(name, SCALE) for name in self.smoke}
+
+    def check(self, ladder: Ladder, corpus: str) -> None:
+        """Raise ConfigError where a corpus here is another than that of the points."""
+        if self.corpora[corpus] != ladder.corpus(corpus, ladder.first_rung):
+            raise ConfigError(
+                f"the corpus {corpus} was made with Python {platform.python_version()} here, but that of the points in"
+                f" {ladder.results} with {self.python}, and is another: train with that, or remove origin.json, points,"
+                " tuning and tuned there, to begin anew"
+            )
+
+
+def keep_origin(ladder: Ladder) -> None:
+    """Write down what points are made with here, unless there are points of another text."""
+    kept, here = ladder.origin, Origin.here(ladder)
+    if kept is None or (kept.corpora, kept.smoke) == (here.corpora, here.smoke):
+        here.write(ladder.results)
