@@ -100,6 +100,11 @@ class Comparison:
     def _by_seed(self, key: Any) -> dict[int, float]:
         return {s["run"]["seed"]: s["val_loss"] for s in self.runs[key]}
 
+    def _common_mean(self, a: Any, b: Any) -> float:
+        """Return the mean loss of `a` over the seeds that `b` has too."""
+        losses, others = self._by_seed(a), self._by_seed(b)
+        return statistics.mean(losses[seed] for seed in losses.keys() & others.keys())
+
     def pairs(self, a: Any, b: Any) -> Paired:
         """Pair the runs of two cells."""
         return Paired.of(self._by_seed(a), self._by_seed(b))
@@ -141,11 +146,18 @@ class Comparison:
         """Return as evidence what some cells (default: all) show without any comparison of losses."""
         return self._here(fact(holds), *keys)
 
+    def mean_difference(self, a: Any, b: Any) -> float:
+        """Return the mean loss of `a` less that of `b`, of the seeds that both have.
+
+        Means over all seeds of each would differ by the luck of those that only one has, too.
+        """
+        return self._common_mean(a, b) - self._common_mean(b, a)
+
     def difference(self, a: Any, b: Any) -> str:
-        """'+0.123 ± 0.045': the loss of `a` less that of `b`, and the 95 % interval of pairs; '+0.123' for one seed."""
+        """'+0.123 ± 0.045': `mean_difference`, and the 95 % interval of its pairs; '+0.123' for one seed."""
         pairs = self.pairs(a, b)
-        half = (pairs.interval()[1] - pairs.mean) * self.loss[b]
-        return f"{self.loss[a] - self.loss[b]:+.3f}" + ("" if math.isnan(half) else f" ± {half:.3f}")
+        half = (pairs.interval()[1] - pairs.mean) * self._common_mean(b, a)
+        return f"{self.mean_difference(a, b):+.3f}" + ("" if math.isnan(half) else f" ± {half:.3f}")
 
     def over(self, a: Any, b: Any, digits: int = 1) -> str:
         """'+0.4 (0.2 to 0.6) %': how far the loss of `a` is above that of `b`, pair by pair; '+0.4 %' for one seed."""
@@ -185,8 +197,8 @@ class Comparison:
             parts.insert(2, f"{span(rounds)} outer rounds")
         several = max(seeds) > 1
         return f"Our runs: {', '.join(parts)}." + (
-            f" Losses of single runs differ by {self.noise:.3f} (standard deviation over seeds, all cells together); ±"
-            " beside a difference is the 95 % interval of its pairs."
+            f" Losses of single runs differ by {self.noise:.3f} (standard deviation over seeds, all cells together);"
+            " differences are of the seeds that both sides have, with the 95 % interval of these pairs."
             if several
             else ""
         )
