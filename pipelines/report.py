@@ -7,7 +7,7 @@ import functools
 import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from lowcomm.cost.tables import markdown
 from lowcomm.experiment.project import pick
 from lowcomm.settings import nearest
 from pipelines.project import ROOT
-from pipelines.verdicts import MARGIN, Claim, Evidence, Paired, Regime, equal, fact, lower, no_worse
+from pipelines.verdicts import MARGIN, Claim, Evidence, Paired, Regime, each, equal, lower, no_worse
 
 PAPERS = ROOT / "results" / "papers"
 
@@ -82,23 +82,24 @@ class Comparison:
 
     Args:
         runs: the summaries (one for each seed) of each cell, by any key.
+        of: which number of a summary is compared: its loss, or another that is above 0.
 
     Attributes:
-        losses: each cell's validation losses, in the order of its summaries.
+        losses: each cell's validation losses (or what `of` names), in the order of its summaries.
         loss: their mean.
         noise: standard deviation over seeds of a single run, pooled over all cells with several; NaN without any.
     """
 
-    def __init__(self, runs: Mapping[Any, Sequence[dict[str, Any]]]):
-        self.runs = dict(runs)
-        self.losses = {key: [s["val_loss"] for s in some] for key, some in runs.items()}
+    def __init__(self, runs: Mapping[Any, Sequence[dict[str, Any]]], of: str = "val_loss"):
+        self.runs, self.of = dict(runs), of
+        self.losses = {key: [s[of] for s in some] for key, some in runs.items()}
         self.loss = {key: statistics.mean(values) for key, values in self.losses.items()}
         freedom = sum(len(values) - 1 for values in self.losses.values())
         squares = sum((v - self.loss[key]) ** 2 for key, values in self.losses.items() for v in values)
         self.noise = math.sqrt(squares / freedom) if freedom else math.nan
 
     def _by_seed(self, key: Any) -> dict[int, float]:
-        return {s["run"]["seed"]: s["val_loss"] for s in self.runs[key]}
+        return {s["run"]["seed"]: s[self.of] for s in self.runs[key]}
 
     def _common_mean(self, a: Any, b: Any) -> float:
         """Return the mean loss of `a` over the seeds that `b` has too."""
@@ -120,9 +121,9 @@ class Comparison:
         """Return evidence with the regime of the cells that it is from."""
         return dataclasses.replace(evidence, regime=self.regime(*keys))
 
-    def lower(self, a: Any, b: Any) -> Evidence:
-        """Evidence that the loss of `a` is lower than that of `b`."""
-        return self._here(lower(self.pairs(a, b)), a, b)
+    def lower(self, a: Any, b: Any, by: float = 0.0) -> Evidence:
+        """Evidence that the loss of `a` is lower than that of `b`, by more than `by` in its logarithm."""
+        return self._here(lower(self.pairs(a, b), by), a, b)
 
     def no_worse(self, a: Any, b: Any, margin: float = MARGIN) -> Evidence:
         """Evidence that the loss of `a` is above that of `b` by less than a margin."""
@@ -142,9 +143,16 @@ class Comparison:
         pairs = Paired.of({s: a[s] * d[s] for s in seeds}, {s: b[s] * c[s] for s in seeds})
         return self._here(no_worse(pairs, margin) if margin else lower(pairs), *rise, *other)
 
-    def fact(self, holds: bool, *keys: Any) -> Evidence:
-        """Return as evidence what some cells (default: all) show without any comparison of losses."""
-        return self._here(fact(holds), *keys)
+    def fact(self, holds: Callable[[dict[str, Any]], bool], *keys: Any) -> Evidence:
+        """Evidence that each run of some cells (default: all) shows something by itself, without a comparison.
+
+        holds: whether a run does, of its summary. A seed shows it if all of its runs do.
+        """
+        shown: dict[int, bool] = {}
+        for run in (s for key in keys or self.runs for s in self.runs[key]):
+            seed = run["run"]["seed"]
+            shown[seed] = shown.get(seed, True) and bool(holds(run))
+        return self._here(each(shown), *keys)
 
     def mean_difference(self, a: Any, b: Any) -> float:
         """Return the mean loss of `a` less that of `b`, of the seeds that both have.

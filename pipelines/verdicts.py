@@ -6,6 +6,7 @@ order. A pair's difference is d = ln(a / b) of two losses; over the seeds it has
     a is lower than b              t of d against 0, both ways (`lower`)
     a is as good as b              two one-sided tests: d is above -m, and below m (`equal`)
     a is no worse than b           one test: d is below m (`no_worse`)
+    each run shows it              no test: all seeds do, or none does (`each`)
 
 with a margin m that is named beforehand. Each gives two probabilities: `p_for`, of seeing this where the claim does not
 hold, and `p_against`, of seeing this where it does. Over all claims of a paper both are corrected for their number
@@ -159,13 +160,13 @@ class Evidence:
 
     @property
     def is_certain(self) -> bool:
-        """Whether it is a fact, or as good as one: a probability of 0, which no correction changes."""
-        return {self.p_for, self.p_against} == {0.0, 1.0}
+        """Whether it is a fact, or as good as one: probabilities of 0 or 1, which no correction changes."""
+        return {self.p_for, self.p_against} <= {0.0, 1.0}
 
 
-def lower(pairs: Paired) -> Evidence:
-    """Evidence that a is lower than b, from either tail; its effect is 1 - a / b."""
-    tail = pairs.below(0.0)
+def lower(pairs: Paired, by: float = 0.0) -> Evidence:
+    """Evidence that a is lower than b, by more than d = `by`, from either tail; its effect is 1 - a / b."""
+    tail = pairs.below(-by)
     return Evidence(_twice(tail), _twice(1 - tail), 1 - math.exp(pairs.mean))
 
 
@@ -184,6 +185,16 @@ def no_worse(pairs: Paired, margin: float = 0.0) -> Evidence:
 def fact(holds: bool) -> Evidence:
     """What needs no seeds: a closed form, a simulation, a count."""
     return Evidence(float(not holds), float(holds))
+
+
+def each(shown: Mapping[int, bool]) -> Evidence:
+    """Evidence of what a run shows by itself, seed by seed, such as a rank: for it if all do, against it if none does.
+
+    Neither where only some do, and NaN of one seed.
+    """
+    if len(shown) < 2:
+        return Evidence(math.nan, math.nan)
+    return Evidence(float(not all(shown.values())), float(any(shown.values())))
 
 
 def together(*parts: Evidence) -> Evidence:

@@ -11,7 +11,7 @@ import pytest
 
 from pipelines.index import judged, page
 from pipelines.report import Comparison, read_claims, regime_of, told, write
-from pipelines.verdicts import BORNE_OUT, NOT_BORNE_OUT, Claim, Regime, fact
+from pipelines.verdicts import BORNE_OUT, NOT_BORNE_OUT, NOT_RESOLVED, Claim, Regime, fact, judge
 
 
 def summary(loss: float, seed: int = 0, *, exchange: str = "parameters", steps: int = 300, replicas: int = 2) -> dict:
@@ -86,6 +86,29 @@ def test_one_rise_is_less_than_another() -> None:
     assert c.rises_less(("b", "a"), ("d", "a"), margin=0.02).p_for < 0.05
 
 
+def test_what_a_run_shows_by_itself_is_asked_of_every_seed() -> None:
+    """Of all seeds it is borne out, of none not, of some not resolved; of one seed, in all cells, nothing is judged."""
+
+    def outcome(c: Comparison, below: float, *keys: str) -> str:
+        evidence = c.fact(lambda s: s["val_loss"] < below, *keys)
+        return judge([Claim("it is so", "it is", evidence, needs=Regime())])[0]
+
+    c = compared(a=[1.0, 2.0, 3.0], b=[5.0, 5.0, 5.0])
+    assert [outcome(c, below, "a") for below in (4, 0.5, 2.5)] == [BORNE_OUT, NOT_BORNE_OUT, NOT_RESOLVED]
+    assert [outcome(c, below) for below in (6, 4)] == [BORNE_OUT, NOT_BORNE_OUT]
+    assert outcome(compared(a=[1.0], b=[1.0]), 4) == "Outside this regime (one seed)"
+
+
+def test_other_numbers_of_runs_are_compared_as_losses_are() -> None:
+    runs = {"a": [summary(9.0, s) | {"norm": v} for s, v in enumerate((2.0, 3.0, 2.5))]}
+    runs["b"] = [summary(9.0, s) | {"norm": v} for s, v in enumerate((24.0, 36.6, 30.1))]
+    c = Comparison(runs, of="norm")
+    assert c.pairs("b", "a").mean == pytest.approx(math.log(12), rel=0.01)
+    assert c.lower("a", "b").regime == Comparison(runs).regime()
+    assert c.lower("a", "b", by=math.log(10)).p_for < 0.01
+    assert c.lower("a", "b", by=math.log(14)).p_against < 0.01
+
+
 def test_the_regime_of_a_claim_is_the_least_of_its_runs() -> None:
     """10 rounds of 30 steps; 61 tokens per parameter; 1,024 per replica and step. Without rounds, they are infinite."""
     assert regime_of(summary(1.0)) == Regime(1, 10, 61.44, 1024)
@@ -94,7 +117,7 @@ def test_the_regime_of_a_claim_is_the_least_of_its_runs() -> None:
     c = Comparison({"two": [summary(1.0, s) for s in (0, 1, 2)], "four": four, "none": [summary(1.0, exchange="none")]})
     assert c.lower("two", "four").regime == Regime(2, 10, 61.44, 512)
     assert c.regime("none", "two") == Regime(1, 10, 61.44, 1024)
-    assert c.fact(True, "none").regime == Regime(1, math.inf, 61.44, 1024)
+    assert c.fact(bool, "none").regime == Regime(1, math.inf, 61.44, 1024)
     about = c.about("two", "four")
     assert about.startswith(
         "Our runs: 10,000 parameters, 61 tokens per parameter, 10 outer rounds, 512 to 1,024 tokens"

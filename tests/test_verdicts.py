@@ -19,6 +19,7 @@ from pipelines.verdicts import (
     Evidence,
     Paired,
     Regime,
+    each,
     equal,
     fact,
     holm,
@@ -68,6 +69,8 @@ def test_a_planted_effect_is_borne_out_one_way_and_not_the_other() -> None:
     """Of 2 %, behind luck that is twice as large: pairs see it, two separate means would not."""
     assert outcome(lower(planted(-0.02))) == BORNE_OUT
     assert outcome(lower(planted(+0.02))) == NOT_BORNE_OUT
+    assert outcome(lower(planted(-0.03), by=0.01)) == BORNE_OUT
+    assert outcome(lower(planted(-0.02), by=0.04)) == NOT_BORNE_OUT
     assert outcome(no_worse(planted(-0.02))) == BORNE_OUT
     assert outcome(no_worse(planted(+0.02), 0.01)) == NOT_BORNE_OUT
     assert outcome(equal(planted(+0.02), 0.01)) == NOT_BORNE_OUT
@@ -129,6 +132,8 @@ def test_facts_are_no_tests() -> None:
     facts = [Claim("so", "it is", fact(holds)) for holds in [True, False] * 20]
     said = judge([Claim("so", "it is", Evidence(0.04, 0.96)), *facts])
     assert said == [BORNE_OUT, *[BORNE_OUT, NOT_BORNE_OUT] * 20]
+    some = [Claim("so", "it is", each({0: True, 1: False}))] * 20
+    assert judge([Claim("so", "it is", Evidence(0.04, 0.96)), *some]) == [BORNE_OUT, *[NOT_RESOLVED] * 20]
 
 
 def test_a_claim_is_written_and_read_back() -> None:
