@@ -199,11 +199,12 @@ def headline() -> str:
         ]
     if (trained := folder / "table5" / "table5.csv").exists():
         rows = pd.read_csv(trained).set_index(["method", "sync_every_steps"])
-        ours, base = rows.loc["streaming", 30], rows.loc["data_parallel", 1]
+        ours = rows.loc["streaming", 30]
+        base = rows[rows["size"] == ours["size"]].loc["data_parallel", 1]
         parts[-1] += (
-            f" Trained here, at its best, it sends {base.sent_bytes_per_replica / ours.sent_bytes_per_replica:.0f}"
-            f" times fewer bytes at H = 30 and ends {ours.over_data_parallel_pct:.1f} % above data-parallel training's"
-            " loss."
+            f" Trained here, at its best, at {ours['size']} parameters, it sends"
+            f" {base.sent_bytes_per_replica / ours.sent_bytes_per_replica:.0f} times fewer bytes at H = 30 and ends"
+            f" {ours.over_data_parallel_pct:.1f} % above data-parallel training's loss."
         )
     if told := ladder_headline():
         parts += ["", "![Loss over data-parallel training's against size](results/ladder/gaps.png)", "", told]

@@ -28,7 +28,7 @@ from lowcomm.settings import ConfigError
 from pipelines import probes
 from pipelines.ladder import workers
 from pipelines.ladder.__main__ import listed, main
-from pipelines.ladder.fits import at_their_best, gap_rows, read_cells, read_trials
+from pipelines.ladder.fits import at_their_best, each_at_its_best, gap_rows, read_cells, read_trials
 from pipelines.ladder.headline import read_pairs
 from pipelines.ladder.origin import Origin
 from pipelines.ladder.plan import LADDER, Ladder, Line, Plan, Row, base_of, read_plan
@@ -460,31 +460,56 @@ def test_a_worker_that_is_done_when_another_fails_ends_too(small: Ladder) -> Non
 
 
 def test_headlines_are_of_the_largest_rung_that_has_them(small: Ladder) -> None:
-    tuned = {name: {"values": {}, "trials": 0} for name in small.plan.rows}
+    tuned = {name: {"values": {}, "trials": 0} for name in ("plain", "diloco/m2")}  # the third is yet to be tuned
     small.tuned_file("a").parent.mkdir(parents=True)
     small.tuned_file("a").write_text(json.dumps(tuned))
     rows = {"one": "plain", "two": "diloco/m2"}
     with pytest.raises(ConfigError, match="no rung of the ladder has 1 seeds of all of plain, diloco/m2: make ladder"):
         at_their_best(small, rows, seeds=1)
 
-    def plant(rung: str, row: str) -> None:
-        for point in small.results_at(rung):
-            if point.row.name == row:
-                point.file.parent.mkdir(parents=True, exist_ok=True)
-                told = {"val_loss": 3.0 + point.seed, "seed": point.seed, "tokens": 100, "parameters": 10}
-                point.file.write_text(json.dumps(told))
+    def plant(rung: str, *rows: str) -> None:
+        for point in small.results_at(rung, rows):
+            point.file.parent.mkdir(parents=True, exist_ok=True)
+            told = {"val_loss": 3.0 + point.seed, "seed": point.seed, "tokens": 100, "parameters": 10}
+            point.file.write_text(json.dumps(told))
 
-    for row in rows.values():
-        plant("a", row)
+    plant("a", *rows.values())
     rung, compared = at_their_best(small, rows)
     assert (rung, compared.losses["one"], compared.loss["two"]) == ("a", [3.0, 4.0], 3.5)
     assert compared.regime("two").rounds == 3  # 12 steps, H = 4
     plant("b", "plain")  # a single seed, of one of the two
     assert at_their_best(small, rows, seeds=1)[0] == "a"
+    assert at_their_best(small, ["plain"], seeds=1)[0] == "b"  # what compares no other row does not wait for it
     plant("b", "diloco/m2")
     assert at_their_best(small, rows, seeds=1)[0] == "b"
     assert at_their_best(small, rows, seeds=1, at="a")[0] == "a"
-    assert at_their_best(small, rows)[0] == "a"
+    assert at_their_best(small, rows)[0] == "a"  # which has two, and none has three
+    with pytest.raises(ConfigError, match="no rung of the ladder has 3 seeds of all of plain, diloco/m2"):
+        at_their_best(small, rows, seeds=3)
+    with pytest.raises(ConfigError, match="no rung of the ladder has 3 or 2 seeds of all of plain, diloco/m4"):
+        at_their_best(small, ["plain", "diloco/m4"])
+
+
+def test_a_row_is_at_the_largest_rung_that_has_its_seeds_whatever_others_wait_for(small: Ladder) -> None:
+    small.tuned_file("a").parent.mkdir(parents=True)
+    small.tuned_file("a").write_text(json.dumps({name: {"values": {}, "trials": 0} for name in small.plan.rows}))
+    small.plan.rungs["b"].more.update({"plain": 3, "diloco/m2": 3})
+    for rung, counts in (("a", (2, 2, 2)), ("b", (3, 3, 0))):
+        for row, count in zip(small.plan.rows, counts, strict=True):
+            for seed in range(count):
+                file = small.results / "points" / rung / row / f"seed{seed}.json"
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(json.dumps({"val_loss": 3.0, "seed": seed, "tokens": 100, "parameters": 10}))
+    found = each_at_its_best(small, {"diloco/m2": "plain", "diloco/m4": "plain"})
+    assert [(rung, list(c.runs)) for rung, c in found.items()] == [
+        ("a", ["plain", "diloco/m4"]),
+        ("b", ["plain", "diloco/m2"]),
+    ]
+    file = small.results / "points" / "b" / "plain" / "seed1.json"
+    file.unlink()  # two are left, but two of both there are at "a" too, and three of both nowhere
+    assert at_their_best(small, ["plain", "diloco/m2"])[0] == "b"
+    file.with_name("seed2.json").unlink()
+    assert at_their_best(small, ["plain", "diloco/m2"])[0] == "a"
 
 
 def test_no_table_of_the_first_pipeline_trains_the_ladder() -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from numpy.typing import ArrayLike, NDArray
 from lowcomm.model.accounting import parameters
 from lowcomm.model.presets import PRESETS
 from lowcomm.settings import ConfigError
-from pipelines.ladder.plan import PUBLISHED, Ladder, base_of
+from pipelines.ladder.plan import PUBLISHED, Ladder, Rung, base_of
 from pipelines.report import Comparison
 from pipelines.verdicts import Paired, log_ratios, quantile, student
 
@@ -76,24 +76,69 @@ def read_cells(ladder: Ladder) -> list[Cell]:
 
 
 def at_their_best(
-    ladder: Ladder, rows: Mapping[Any, str], *, seeds: int = 2, at: str | None = None
+    ladder: Ladder, rows: Mapping[Any, str] | Sequence[str], *, seeds: int | Sequence[int] = (3, 2), at: str = ""
 ) -> tuple[str, Comparison]:
-    """Return the largest rung at which all of some rows have so many seeds, and their runs there, side by side.
+    """Return the largest rung that has enough seeds of all of some rows, and their runs there, side by side.
 
-    rows: key of the comparison -> row. Each is at what tuning found for it. at: look at this rung alone. Raises
-    ConfigError where no rung has them.
+    Ask for the rows that one claim compares: with more of them it waits for the last. Each is at what tuning found.
+
+    Args:
+        ladder: whose points are read.
+        rows: key of the comparison -> row; or rows, which are their own keys.
+        seeds: how many all rows must have in common; of several numbers the first that some rung has. By default three
+            where there are three, as the interval of two pairs is more than three times as wide.
+        at: look at this rung alone.
+
+    Raises:
+        ConfigError: no rung has them.
     """
-    for rung in reversed([ladder.plan.rungs[at]] if at else list(ladder.plan.rungs.values())):
-        if not set(rows.values()) <= set(rung.rows) or not ladder.tuned_file(rung.tuned_at).exists():
-            continue
-        found: dict[str, list[dict[str, Any]]] = {}
-        for point in ladder.results_at(rung.name, rows.values()):
+    rows = dict(rows) if isinstance(rows, Mapping) else {row: row for row in rows}
+    rungs = [ladder.plan.rungs[at]] if at else list(reversed(ladder.plan.rungs.values()))
+    tries = [seeds] if isinstance(seeds, int) else list(seeds)
+    found = {rung.name: _runs_at(ladder, rung, set(rows.values())) for rung in rungs}
+    for least in tries:
+        for name, runs in found.items():
+            common = set.intersection(*({told["run"]["seed"] for told in runs.get(row, ())} for row in rows.values()))
+            if len(common) >= least:
+                return name, Comparison({key: runs[row] for key, row in rows.items()})
+    some = " or ".join(map(str, tries))
+    raise ConfigError(f"no rung of the ladder has {some} seeds of all of {', '.join(rows.values())}: make ladder")
+
+
+def each_at_its_best(
+    ladder: Ladder, against: Mapping[str, str], *, seeds: int | Sequence[int] = (3, 2)
+) -> dict[str, Comparison]:
+    """Return rows, each at the largest rung that has enough seeds of it and of what it is held against.
+
+    Args:
+        ladder: whose points are read.
+        against: row -> the row that it is held against.
+        seeds: how many both must have in common (see `at_their_best`).
+
+    Returns:
+        rung -> the runs of the rows whose place is there, and of what they are held against; from small to large.
+
+    Raises:
+        ConfigError: of one of them no rung has both.
+    """
+    places = {row: at_their_best(ladder, (row, base), seeds=seeds)[0] for row, base in against.items()}
+    found = {}
+    for rung in (rung for rung in ladder.plan.rungs if rung in places.values()):
+        here = dict.fromkeys(name for row, base in against.items() if places[row] == rung for name in (base, row))
+        found[rung] = at_their_best(ladder, list(here), seeds=1, at=rung)[1]
+    return found
+
+
+def _runs_at(ladder: Ladder, rung: Rung, rows: Collection[str]) -> dict[str, list[dict[str, Any]]]:
+    """Return the summaries of some rows' points at a rung, seed by seed; nothing where it has not tuned all of them."""
+    tuned = ladder.read_tuned(rung.tuned_at) if ladder.tuned_file(rung.tuned_at).exists() else {}
+    found: dict[str, list[dict[str, Any]]] = {}
+    if set(rows) <= set(rung.rows) & set(tuned):
+        for point in ladder.results_at(rung.name, rows):
             if point.file.exists():
                 told = json.loads(point.file.read_text()) | {"run": point.config.to_dict()}
                 found.setdefault(point.row.name, []).append(told)
-        if all(len(found.get(row, ())) >= seeds for row in rows.values()):
-            return rung.name, Comparison({key: found[row] for key, row in rows.items()})
-    raise ConfigError(f"no rung of the ladder has {seeds} seeds of all of {', '.join(rows.values())}: make ladder")
+    return found
 
 
 def gap_rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
