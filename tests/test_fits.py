@@ -12,7 +12,19 @@ import numpy as np
 import pytest
 
 from lowcomm.settings import ConfigError
-from pipelines.ladder.fits import Cell, Fit, bootstrap, fit_row, loss_at, predict, read_predictions, register
+from pipelines.ladder.fits import (
+    Cell,
+    Fit,
+    bootstrap,
+    drawn_lines,
+    fit_row,
+    loss_at,
+    predict,
+    published_gaps,
+    read_predictions,
+    register,
+    several,
+)
 from pipelines.ladder.plan import PUBLISHED, Ladder
 from pipelines.ladder.positions import PARTS, read_positions
 from pipelines.verdicts import quantile
@@ -94,12 +106,44 @@ def test_the_law_of_loss_goes_through_both_sizes() -> None:
 def test_the_band_is_about_the_line_and_widens_outside() -> None:
     some = cells(seeds=(5, 3, 2))
     grid = [SIZES[0], SIZES[2], 1e9]
-    low, high = bootstrap(some, "method", grid, draws=400)
+    lines = drawn_lines(some, "method", draws=400)
+    low, high = bootstrap(lines, grid)
     line = [fit_row(some, "method").at(n)[0] for n in grid]
     assert all(low < line)
     assert all(line < high)
     assert high[2] - low[2] > 2 * (high[1] - low[1])
-    assert [b.tolist() for b in bootstrap(some, "method", grid, draws=400)] == [low.tolist(), high.tolist()]
+    again = drawn_lines(some, "method", draws=400)
+    assert [b.tolist() for b in bootstrap(again, grid)] == [low.tolist(), high.tolist()]
+
+
+def test_intervals_of_a_slope_hold_what_was_planted() -> None:
+    """In about 95 of 100 for many seeds; a bootstrap of few is known to be narrow."""
+    inside = 0
+    for seed in range(60):
+        lines = drawn_lines(cells(seed=seed, seeds=(12, 12, 12)), "method", draws=200)
+        low, high = np.percentile(lines[1], [2.5, 97.5])
+        inside += low <= -0.01 <= high
+    assert 50 <= inside <= 60
+
+
+def test_a_band_is_of_the_sizes_that_have_several_seeds() -> None:
+    some = cells(seeds=(5, 3, 1))
+    assert [cell.parameters for cell in several(some)] == list(SIZES[:2])
+    assert several(cells(seeds=(5, 1, 1))) == []  # a single size has no slope
+    assert several([*some, dataclasses.replace(some[0], row="other")]) == several(some)
+
+
+def test_gaps_of_papers_are_those_that_they_print() -> None:
+    found = {(r["method"], r["told"], r["parameters"]): r["gap_pct"] for r in published_gaps()}
+    assert found["diloco", "scaling laws, M=2", 35e6] == pytest.approx(100 * (3.508 / 3.485 - 1))
+    assert found["streaming", "Streaming DiLoCo, Table 5, H=30", 35e6] == pytest.approx(100 * (3.53 / 3.51 - 1))
+    large = [math.log(16.6) / math.log(15.7), math.log(17.5) / math.log(16.1)]
+    there = [r["gap_pct"] for r in published_gaps() if r["method"] == "noloco" and r["parameters"] == 6.8e9]
+    assert sorted(there) == pytest.approx(sorted(100 * (ratio - 1) for ratio in large))
+    assert found["protocol", "test of subspaces by others", 1e9] == pytest.approx(13.9)
+    assert (
+        min(r["gap_pct"] for r in published_gaps() if r["told"] == "Protocol Models, Table 2") < 0
+    )  # where it is better than dense
 
 
 METHODS = """

@@ -25,8 +25,8 @@ from lowcomm.model.accounting import parameters
 from lowcomm.model.presets import PRESETS
 from lowcomm.settings import ConfigError
 from pipelines.ladder.plan import PUBLISHED, Ladder, Rung, base_of
-from pipelines.report import Comparison
-from pipelines.verdicts import Paired, log_ratios, quantile, student
+from pipelines.report import Comparison, published
+from pipelines.verdicts import Paired, Regime, log_ratios, quantile, student
 
 #: Exponents of the law of loss: the likely one, as of published fits, and the highest; the lowest leaves no floor.
 LIKELY, HIGHEST = 0.34, 0.6
@@ -55,6 +55,12 @@ class Cell:
     def gaps(self) -> list[float]:
         """Each seed's gap."""
         return log_ratios(self.losses, self.base)
+
+    @property
+    def regime(self) -> Regime:
+        """What its pairs were."""
+        step = self.tokens_per_replica_and_step
+        return Regime(len(self.gaps), self.rounds, self.tokens_per_parameter, step)
 
 
 def read_cells(ladder: Ladder) -> list[Cell]:
@@ -231,20 +237,77 @@ def fit_row(cells: Sequence[Cell], row: str) -> Fit:
     return Fit.of(*zip(*pairs, strict=True)) if pairs else Fit.of([], [])
 
 
-def bootstrap(
-    cells: Sequence[Cell], row: str, sizes: ArrayLike, *, draws: int = 2000, seed: int = 0
+def drawn_lines(
+    cells: Sequence[Cell], row: str, *, draws: int = 2000, seed: int = 0
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """The band of a row's fitted line at some sizes, by drawing the seeds of each rung anew: (2.5 %, 97.5 %)."""
+    """The lines of a row as they come of drawing the seeds of each rung anew: (at_one, slope), each of so many draws.
+
+    A rung with a single seed is drawn as it is, so cells should be those with `several` seeds.
+    """
     rng = np.random.default_rng(seed)
     here = [c for c in cells if c.row == row]
-    x = np.log(np.asarray(sizes, float))
-    lines = []
+    fits = []
     for _ in range(draws):
         some = [(c.parameters, g) for c in here for g in rng.choice(c.gaps, len(c.gaps))]
-        fit = Fit.of(*zip(*some, strict=True))
-        lines.append(fit.at_one + fit.slope * x)
-    low, high = np.percentile(lines, [2.5, 97.5], axis=0)
+        fits.append(Fit.of(*zip(*some, strict=True)))
+    return np.array([fit.at_one for fit in fits]), np.array([fit.slope for fit in fits])
+
+
+def bootstrap(
+    lines: tuple[NDArray[np.float64], NDArray[np.float64]], sizes: ArrayLike
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """The band of `drawn_lines` at some sizes: (2.5 %, 97.5 %)."""
+    at_one, slope = lines
+    gaps = at_one[:, None] + slope[:, None] * np.log(np.asarray(sizes, float))
+    low, high = np.percentile(gaps, [2.5, 97.5], axis=0)
     return low, high
+
+
+def several(cells: Sequence[Cell]) -> list[Cell]:
+    """Those cells that have more than one seed, of rows that have two such sizes: whose line has a band."""
+    some = [cell for cell in cells if len(cell.gaps) > 1]
+    sizes = {row: {cell.parameters for cell in some if cell.row == row} for row in {cell.row for cell in some}}
+    return [cell for cell in some if len(sizes[cell.row]) > 1]
+
+
+def labelled_size(name: str) -> float:
+    """The parameters of a size that is named by them, "35m" or "1b"."""
+    return float(name[:-1]) * {"m": 1e6, "b": 1e9}[name[-1]]
+
+
+def published_gaps() -> list[dict[str, Any]]:
+    """Return the gaps of methods to data-parallel training that are printed, and those of a test by others.
+
+    Columns: method (its run of the ladder), told (what and whose it is), parameters, ratio (D / k of a subspace, else
+    NaN), gap_pct (of the loss; of printed perplexities that is their logarithm). Of slices no number is left.
+    """
+    found: list[dict[str, Any]] = []
+
+    def add(method: str, told: str, size: float, loss: float, base: float, ratio: float = math.nan) -> None:
+        gap = 100 * (loss / base - 1)
+        found.append({"method": method, "told": told, "parameters": size, "ratio": ratio, "gap_pct": gap})
+
+    laws = published("scaling_laws", "losses")
+    alone = {row["parameters"]: row["loss"] for row in laws if row["method"] == "data_parallel"}
+    for row in (row for row in laws if row["M"]):
+        add("diloco", f"scaling laws, M={row['M']}", row["parameters"], row["loss"], alone[row["parameters"]])
+    tables = published("streaming_diloco", "table5")
+    alone = {row["scale"]: row["loss"] for row in tables if row["method"] == "data_parallel"}
+    for row in (row for row in tables if row["method"] == "streaming"):
+        size = labelled_size(row["scale"])
+        add("streaming", f"Streaming DiLoCo, Table 5, H={row['H']}", size, row["loss"], alone[row["scale"]])
+    sizes = {row["model"]: row["parameters"] for row in published("noloco", "table1")}
+    for row in sorted(published("noloco", "table2"), key=lambda row: row["dp"]):
+        for corpus in ("reddit", "c4"):
+            base, _, noloco = map(math.log, row[corpus])
+            add("noloco", f"NoLoCo, Table 2, M={row['dp']}", sizes[row["model"]], noloco, base)
+    tables = {row["method"]: row for row in published("protocol_models", "table2") if row["c4"]}
+    for corpus in ("c4", "bc"):
+        losses = (math.log(tables[method][corpus]) for method in ("subspace", "dense"))
+        add("protocol", "Protocol Models, Table 2", tables["dense"]["parameters"], *losses)
+    for row in published("protocol_models", "retest"):
+        add("protocol", "test of subspaces by others", row["parameters"], 1 + row["loss_pct"] / 100, 1, row["ratio"])
+    return found
 
 
 def loss_at(size: float, sizes: Sequence[float], losses: Sequence[float], alpha: float | None = None) -> float:

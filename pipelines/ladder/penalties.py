@@ -15,7 +15,7 @@ from typing import Any
 
 import pandas as pd
 
-from pipelines.ladder.fits import Cell, Fit, read_cells
+from pipelines.ladder.fits import Cell, Fit, labelled_size, read_cells
 from pipelines.ladder.plan import Ladder
 from pipelines.report import paper, published
 from pipelines.verdicts import log_ratios
@@ -102,11 +102,6 @@ def measured(cells: Sequence[Cell]) -> list[Series]:
     return found
 
 
-def _size(name: str) -> float:
-    """Return the parameters of a size that is named by them, "35m" or "1b"."""
-    return float(name[:-1]) * {"m": 1e6, "b": 1e9}[name[-1]]
-
-
 def printed() -> list[Series]:
     """Return the series of the papers' tables."""
     found = []
@@ -119,13 +114,13 @@ def printed() -> list[Series]:
     name = "streaming_diloco"
     at_30 = {row["scale"]: row["loss"] for row in published(name, "table5", method="diloco", H=30)}
     streaming = {r["scale"]: r["loss"] for r in published(name, "table5", method="streaming", H=30)}
-    values = {_size(s): [math.log(streaming[s] / at_30[s])] for s in at_30}
+    values = {labelled_size(s): [math.log(streaming[s] / at_30[s])] for s in at_30}
     found.append(Series("streaming", 2, 1, f"arXiv:{paper(name)['arxiv']}, Table 5", values))
     for replicas in (2, 4):
         often, rarely = (
             {row["scale"]: row["loss"] for row in published(name, "table6", M=replicas, H=h)} for h in (30, 100)
         )
-        values = {_size(s): [math.log(rarely[s] / often[s])] for s in often}
+        values = {labelled_size(s): [math.log(rarely[s] / often[s])] for s in often}
         found.append(Series("rounds", replicas, 100, f"arXiv:{paper(name)['arxiv']}, Table 6", values))
 
     name = "noloco"  # perplexities, of data-parallel training, DiLoCo and NoLoCo
