@@ -73,7 +73,8 @@ def pages() -> dict[tuple[str, str], dict[Path, list[tuple[Claim, str]]]]:
 
 def ladder() -> list[Path]:
     """Return the ladder's tables in their order: what was found, what the planner makes of it, how it was tuned."""
-    names = ("gaps", "slopes", "parts", "positions", "predictions", "penalties", "tuning", "learning_rate", "gain")
+    found = ("gaps", "slopes", "margins", "parts", "positions", "ratios", "composed", "predictions")
+    names = (*found, "penalties", "tuning", "learning_rate", "gain")
     return [table for name in names if (table := ROOT / "results" / "ladder" / f"{name}.md").exists()]
 
 

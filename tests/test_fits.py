@@ -25,9 +25,10 @@ from pipelines.ladder.fits import (
     register,
     several,
 )
-from pipelines.ladder.plan import PUBLISHED, Ladder
+from pipelines.ladder.margins import judged_margins
+from pipelines.ladder.plan import LADDER, PUBLISHED, Ladder
 from pipelines.ladder.positions import PARTS, read_positions
-from pipelines.verdicts import quantile
+from pipelines.verdicts import BORNE_OUT, NOT_BORNE_OUT, NOT_RESOLVED, OUTSIDE, quantile
 from tests.harness import small_ladder
 
 SIZES = (116_128, 326_336, 1_053_952)
@@ -144,6 +145,54 @@ def test_gaps_of_papers_are_those_that_they_print() -> None:
     assert (
         min(r["gap_pct"] for r in published_gaps() if r["told"] == "Protocol Models, Table 2") < 0
     )  # where it is better than dense
+
+
+def planted(row: str, rungs: dict[str, tuple[float, int]], noise: float = 0.002, seed: int = 0) -> list[Cell]:
+    """Cells of a row: rung -> (gap, seeds)."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for size, (rung, (gap, seeds)) in zip(SIZES, rungs.items(), strict=False):
+        base = {s: 3.0 + 0.02 * s for s in range(seeds)}
+        losses = {s: base[s] * math.exp(gap + rng.normal(0, noise)) for s in range(seeds)}
+        rounds = {"0.12M": 38, "0.33M": 107, "1.05M": 342}[rung]
+        found.append(Cell(row, rung, 2, size, 20.0, rounds, 1024, losses, base))
+    return found
+
+
+def test_margins_named_beforehand_are_judged_where_there_are_seeds() -> None:
+    some = [
+        *planted("streaming/h30", {"0.12M": (0.03, 5), "0.33M": (0.005, 5), "1.05M": (0.013, 5)}, noise=0.0005),
+        *planted("diloco/m2", {"0.12M": (0.03, 5), "0.33M": (0.06, 5), "1.05M": (0.01, 1)}),
+        *planted("noloco/m4", {"0.12M": (0.03, 5), "0.33M": (0.03, 3)}, noise=0.01),
+    ]
+    found = judged_margins(LADDER.plan, some)
+    outcomes = {(line.row, line.rung): line.outcome for line in found}
+    assert outcomes["streaming/h30", "0.33M"] == BORNE_OUT
+    assert outcomes["streaming/h30", "1.05M"] == NOT_BORNE_OUT  # within 1.5 %, but from there on it is 1
+    assert outcomes["diloco/m2", "0.33M"] == NOT_BORNE_OUT
+    assert outcomes["diloco/m2", "1.05M"] == f"{OUTSIDE} (1 of 2 seeds)"
+    assert outcomes["noloco/m4", "0.33M"] == NOT_RESOLVED
+    assert outcomes["noloco/m4", "1.05M"] == outcomes["diloco/m1", "0.33M"] == f"{OUTSIDE} (nothing was run for it)"
+    assert not any(rung == "0.12M" for _, rung in outcomes)  # for which no margin was named
+    slopes = {line.row: (line.rung, line.outcome) for line in found if math.isnan(line.margin)}
+    assert slopes["streaming/h30"] == ("0.12M, 0.33M, 1.05M", BORNE_OUT)
+    assert slopes["diloco/m2"] == ("0.12M, 0.33M", NOT_BORNE_OUT)  # rises; the single seed is left out
+    above = {(line.row, line.rung) for line in found if line.is_above}
+    assert ("diloco/m2", "1.05M") not in above
+    assert {("streaming/h30", "1.05M"), ("diloco/m2", "0.33M"), ("diloco/m2", "0.12M, 0.33M")} <= above
+
+
+def test_margins_are_corrected_for_their_number() -> None:
+    """What one test would tell of nothing: a gap at its margin, in a twentieth of all cases."""
+    outcomes = []
+    for seed in range(40):
+        some = [
+            cell
+            for i, (row, margin) in enumerate((("streaming/h30", 1.5), ("diloco/m2", 2.0), ("noloco/m4", 3.0)))
+            for cell in planted(row, {"0.12M": (0.02, 1), "0.33M": (math.log1p(margin / 100), 5)}, seed=3 * seed + i)
+        ]
+        outcomes.append({line.outcome for line in judged_margins(LADDER.plan, some)})
+    assert sum(BORNE_OUT in some or NOT_BORNE_OUT in some for some in outcomes) <= 10  # 4 expected, of both tails
 
 
 METHODS = """

@@ -1,0 +1,92 @@
+"""What the ladder was to show: gaps within margins that were named before its runs, and gaps that fall with size.
+
+They are judged by the rule for claims (`pipelines.verdicts`): a gap is within a margin if pairs of runs are no worse
+than that, and it falls if the slope of its line is below 0; all together are corrected for their number.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pipelines.ladder.fits import Cell, drawn_lines, fit_row, per_decade, several
+from pipelines.ladder.plan import Plan
+from pipelines.verdicts import HEADLINE, Claim, Evidence, Regime, judge, no_worse
+
+#: Row -> by how many % of the loss it may be above data-parallel training, from which rung on.
+MARGINS = {
+    "streaming/h30": {"0.33M": 1.5, "1.05M": 1.0},
+    "diloco/m2": {"0.33M": 2.0},
+    "noloco/m4": {"0.33M": 3.0},
+    "diloco/m1": {"0.33M": 0.5},
+}
+#: Rows whose gaps were to fall with size.
+FALLING = ("diloco/m2", "streaming/h30", "noloco/m4", "partial/half", "protocol/quarter", "together/all")
+#: What a slope needs of each of its sizes, of which the smallest has few rounds: they grow with size as the runs do.
+SLOPE = Regime(HEADLINE.seeds, 0, HEADLINE.tokens_per_parameter, HEADLINE.tokens_per_replica_and_step)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A line of the table. margin and gap are in % of the loss, a slope's for each factor of 10 in size.
+
+    margin: NaN for a slope. gap: the likely one, and the ends of its 95 % interval; NaN where there is none.
+    """
+
+    row: str
+    rung: str
+    margin: float
+    gap: tuple[float, float, float]
+    claim: Claim
+    outcome: str
+
+    @property
+    def is_above(self) -> bool:
+        """Whether the likely gap is above its margin, or the likely slope above 0; of what was not run it is not."""
+        return self.gap[0] > (0.0 if math.isnan(self.margin) else self.margin)
+
+    def record(self) -> dict[str, Any]:
+        """Return it as columns of a table; p_for and p_against are before correction."""
+        found = self.claim.evidence or Evidence(math.nan, math.nan)
+        told = dict(zip(("gap_pct", "low_pct", "high_pct"), self.gap, strict=True))
+        seeds = 0 if found.regime is None else int(found.regime.seeds)
+        told = {"row": self.row, "rung": self.rung, "margin_pct": self.margin, "seeds": seeds} | told
+        return told | {"p_for": found.p_for, "p_against": found.p_against, "outcome": self.outcome}
+
+
+def judged_margins(plan: Plan, cells: Sequence[Cell]) -> list[Judged]:
+    """Judge all margins at the rungs that have the row, or are to have it without a GPU; then all slopes."""
+    by_place = {(cell.row, cell.rung): cell for cell in cells}
+    lines = []
+    for row, margins in MARGINS.items():
+        margin = math.nan
+        for name, rung in plan.rungs.items():
+            margin, cell = margins.get(name, margin), by_place.get((row, name))
+            if math.isnan(margin) or (cell is None and (rung.gpu or row not in rung.rows)):
+                continue
+            lines.append((row, name, margin, *_margin(row, name, margin, cell)))
+    for row in FALLING:
+        if here := [cell for cell in several(cells) if cell.row == row]:
+            lines.append((row, ", ".join(cell.rung for cell in here), math.nan, *_slope(row, here)))
+    outcomes = judge([claim for *_, claim in lines])
+    return [Judged(*line, outcome) for line, outcome in zip(lines, outcomes, strict=True)]
+
+
+def _margin(row: str, rung: str, margin: float, cell: Cell | None) -> tuple[tuple[float, float, float], Claim]:
+    text = f"{row} is within {margin:g} % of data-parallel training at {rung}"
+    if cell is None:
+        return (math.nan,) * 3, Claim(text, "nothing")
+    evidence = replace(no_worse(cell.pairs, math.log1p(margin / 100)), regime=cell.regime)
+    gap = cell.pairs.percent()
+    return gap, Claim(text, f"{gap[0]:+.2f} %", evidence)
+
+
+def _slope(row: str, cells: Sequence[Cell]) -> tuple[tuple[float, float, float], Claim]:
+    fit = fit_row(cells, row)
+    slope = per_decade(fit, drawn_lines(cells, row))
+    regime = functools.reduce(Regime.least, (cell.regime for cell in cells))
+    evidence = Evidence(fit.p_falls, 1 - fit.p_falls, regime=regime)
+    return slope, Claim(f"the gap of {row} falls with size", f"{slope[0]:+.2f} % per decade", evidence, needs=SLOPE)
