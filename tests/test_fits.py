@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from lowcomm.settings import ConfigError
@@ -26,9 +27,10 @@ from pipelines.ladder.fits import (
     several,
 )
 from pipelines.ladder.margins import judged_margins
+from pipelines.ladder.penalties import COMPOSED, composed_rows
 from pipelines.ladder.plan import LADDER, PUBLISHED, Ladder
 from pipelines.ladder.positions import PARTS, read_positions
-from pipelines.verdicts import BORNE_OUT, NOT_BORNE_OUT, NOT_RESOLVED, OUTSIDE, quantile
+from pipelines.verdicts import BORNE_OUT, NOT_BORNE_OUT, NOT_RESOLVED, OUTSIDE, Paired, quantile
 from tests.harness import small_ladder
 
 SIZES = (116_128, 326_336, 1_053_952)
@@ -193,6 +195,30 @@ def test_margins_are_corrected_for_their_number() -> None:
         ]
         outcomes.append({line.outcome for line in judged_margins(LADDER.plan, some)})
     assert sum(BORNE_OUT in some or NOT_BORNE_OUT in some for some in outcomes) <= 10  # 4 expected, of both tails
+
+
+def test_the_sum_of_ingredients_stands_beside_the_run_of_all() -> None:
+    amounts = {"local updates": 1, "streaming": 1, "pairs": 1, "routes": 1, "slices": 2, "subspace": 8}
+    table = pd.DataFrame(
+        {"ingredient": name, "replicas": 4, "amount": amount, "parameters": SIZES[0], "log_ratio": 0.02}
+        | {"deviation": 0.003, "source": "planted"}
+        for name, amount in amounts.items()
+    )
+    whole = planted("together/all", {"0.12M": (0.12, 5), "0.33M": (0.3, 1)})
+    without = planted("together/without_4_bits", {"0.12M": (0.1, 3)}, noise=0.0005)
+    some = [*whole, *without]
+    found = pd.DataFrame(composed_rows(LADDER, some, table), columns=COMPOSED)
+    sums = found[found.ingredient == "sum"].set_index("rung")
+    assert sums.alone_pct["0.12M"] == pytest.approx(100 * math.expm1(6 * 0.02))
+    assert sums.deviation_pct["0.12M"] == pytest.approx(100 * 0.003 * math.sqrt(6))
+    assert abs(sums.apart_pct["0.12M"]) < 1.96 * sums.apart_error["0.12M"] < 3
+    assert math.isnan(sums.apart_error["0.33M"])  # of one seed
+    (bits,) = found[(found.left_out == "4 bits") & (found.rung == "0.12M")].itertuples()
+    assert (bits.ingredient, bits.seeds) == ("streaming", 3)
+    assert bits.within_pct == pytest.approx(Paired.of(whole[0].losses, without[0].losses).percent()[0])
+    rest = found[(found.ingredient != "sum") & (found.left_out != "4 bits")]
+    assert rest.within_pct.isna().all()  # whose runs are yet to come
+    assert composed_rows(LADDER, some, table[table.ingredient != "routes"]) == []
 
 
 METHODS = """

@@ -15,10 +15,11 @@ from typing import Any
 
 import pandas as pd
 
+from lowcomm.cost.ingredients import Method, Penalties
 from pipelines.ladder.fits import Cell, Fit, labelled_size, read_cells
 from pipelines.ladder.plan import Ladder
 from pipelines.report import paper, published
-from pipelines.verdicts import log_ratios
+from pipelines.verdicts import Paired, log_ratios
 
 #: What pairs of the ladder's rows measure: ingredient, amount, the row that has it, and the one that does not ("": that
 #: of data-parallel training, see `plan.base_of`). H is 30, but for "rounds"; a subspace's amount is D / k.
@@ -45,6 +46,18 @@ PAIRS = (
     ("composed", 8, "together/all", ""),
 )
 OURS = "the ladder"
+#: The run of all four papers, and which of its choices, that rows leave out, are an ingredient.
+ALL = "together/all"
+CHOICES = {
+    "streaming": ("fragments", "overlap", "4 bits"),
+    "pairs": ("pairs",),
+    "routes": ("routes",),
+    "slices": ("slices",),
+    "subspace": ("subspace",),
+}
+#: Columns of `composed_rows`.
+COMPOSED = ["rung", "ingredient", "alone_pct", "deviation_pct", "taken_from", "source", "left_out", "seeds"]
+COMPOSED += ["within_pct", "within_low", "within_high", "apart_pct", "apart_error"]
 
 
 @dataclass(frozen=True)
@@ -153,3 +166,48 @@ def penalties_of(ladder: Ladder) -> pd.DataFrame:
     found["deviation"] = found.deviation.fillna(widest).fillna(found.deviation.max()).round(5)
     found["log_ratio"] = found.log_ratio.round(5)
     return found
+
+
+def composed_rows(ladder: Ladder, cells: Sequence[Cell], penalties: pd.DataFrame) -> list[dict[str, Any]]:
+    """Return what the ingredients of the run of all cost alone and in it, at each size that has it, and their sums.
+
+    A row for each ingredient, and for each choice of the run that is one of them; then one of their "sum", beside which
+    the run's own gap stands. None where an ingredient has not been measured.
+
+    Columns (`COMPOSED`): rung, ingredient; alone_pct and deviation_pct, in % of the loss, as `Penalties.one` takes it
+    from `source`, `taken_from` times away; left_out, the choice, and within_pct with its 95 % interval, the loss of the
+    run of all over the one without it, over so many seeds; apart_pct, of the sum, ln(sum / whole), and its standard
+    error, NaN for one seed.
+    """
+    known, by_place = Penalties(penalties), {(cell.row, cell.rung): cell for cell in cells}
+    found: list[dict[str, Any]] = []
+    for cell in (cell for cell in cells if cell.row == ALL):
+        config = ladder.configs(cell.rung)[ALL]
+        ratio, slices = config.model.dim // config.method.boundary.rank, config.method.slices
+        method = Method(config.method.sync_every_steps, streaming=True, pairs=True, slices=slices, ratio=ratio)
+        if not known.knows(method, config.stages):
+            continue
+        alone = known.parts(method, config.replicas, config.stages, cell.parameters)
+        blank = dict.fromkeys(COMPOSED, math.nan) | {"rung": cell.rung, "source": "", "left_out": "", "seeds": 0}
+        for name, penalty in alone.items():
+            told = blank | {"ingredient": name} | _percents(penalty.log_ratio, penalty.deviation)
+            told |= {"taken_from": penalty.extrapolated, "source": penalty.source}
+            for choice in CHOICES.get(name, ("",)):
+                other = by_place.get((f"together/without_{choice.replace(' ', '_')}", cell.rung))
+                both = other is not None and cell.losses.keys() & other.losses.keys()
+                within = _within(Paired.of(cell.losses, other.losses)) if both else {}
+                found.append(told | {"left_out": choice} | within)
+        total = sum(p.log_ratio for p in alone.values())
+        off, pairs = math.hypot(*(p.deviation for p in alone.values())), cell.pairs
+        apart = {"apart_pct": 100 * (total - pairs.mean)}
+        apart["apart_error"] = 100 * math.hypot(off, pairs.deviation / math.sqrt(pairs.seeds))
+        found.append(blank | {"ingredient": "sum"} | _percents(total, off) | _within(pairs) | apart)
+    return found
+
+
+def _percents(log_ratio: float, deviation: float) -> dict[str, float]:
+    return {"alone_pct": 100 * math.expm1(log_ratio), "deviation_pct": 100 * deviation}
+
+
+def _within(pairs: Paired) -> dict[str, float]:
+    return {"seeds": pairs.seeds} | dict(zip(("within_pct", "within_low", "within_high"), pairs.percent(), strict=True))
