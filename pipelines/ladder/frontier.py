@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lowcomm.cost.planner import front
@@ -20,6 +20,10 @@ from lowcomm.methods.config import MethodConfig
 from lowcomm.settings import ConfigError
 from pipelines.ladder.fits import Cell, gap_rows
 from pipelines.ladder.plan import Ladder
+from pipelines.verdicts import Paired
+
+#: Losses by seed.
+Losses = Mapping[int, float]
 
 #: Rows whose loss is drawn against their bytes, in the order of the table.
 ROWS = (
@@ -92,6 +96,29 @@ def crossing(config: RunConfig) -> str:
     told += ["errors kept"] if b.error_feedback else []
     told += [f"in {b.replicas} of {config.replicas} replicas"] if b.replicas else []
     return ", ".join(told)
+
+
+def hardship(config: RunConfig) -> str:
+    """Say what is hard for a run, and what it has against that: "unlike text, H = 30" or "1 of 8 lies, median"."""
+    m, alike = config.method, config.train.alike
+    if alike < 1:
+        text = f"{100 * alike:g} % of the text alike" if alike else "unlike text"
+        return f"{text}, H = {m.sync_every_steps}"
+    return f"{m.byzantine or 'none'} of {config.replicas} lies, {m.mean}"
+
+
+def repaired(row: Losses, harmed: Losses, base: Losses) -> float:
+    """Return which share of a harm, the rise of the loss from `base` to `harmed`, a row is spared; 1 for all of it.
+
+    Of logarithms of the losses, and of the seeds that all three have. NaN where no harm is told apart from none: its
+    95 % interval holds 0 or less, or there are fewer than two seeds.
+    """
+    seeds = row.keys() & harmed.keys() & base.keys()
+    if len(seeds) < 2:
+        return math.nan
+    row, harmed, base = ({seed: losses[seed] for seed in seeds} for losses in (row, harmed, base))
+    harm = Paired.of(harmed, base)
+    return -Paired.of(row, harmed).mean / harm.mean if harm.interval()[0] > 0 else math.nan
 
 
 def flops_per_second(ladder: Ladder, rung: str) -> float:
@@ -175,12 +202,12 @@ def composes(ladder: Ladder, rung: str) -> list[dict[str, str]]:
     found, names = [], list(CHOICES)
     for i, one in enumerate(names):
         for other in names[i + 1 :]:
-            found.append({"one": one, "other": other, "why_not": _why_not(ladder, rung, CHOICES[one], CHOICES[other])})
+            found.append({"one": one, "other": other, "why_not": why_not(ladder, rung, CHOICES[one], CHOICES[other])})
     return found
 
 
-def _why_not(ladder: Ladder, rung: str, one: dict[str, Any], other: dict[str, Any]) -> str:
-    """Return why two choices do not go together; "" where they do."""
+def why_not(ladder: Ladder, rung: str, one: dict[str, Any], other: dict[str, Any]) -> str:
+    """Return why two choices, settings of a run by section, do not go together on 8 replicas; "" where they do."""
     both = merge(one, other)
     if both != merge(other, one):  # they name the same setting differently
         return "one choice"
