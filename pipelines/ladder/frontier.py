@@ -1,6 +1,7 @@
 """The front: what the ladder's methods lose, against what they send and against the time that it takes on slow links.
 
 A row is set beside data-parallel training of as many replicas, which sends the mean of its gradients in every step.
+Bytes between replicas are one axis; those between the stages of a pipeline are another, on which most rows send all.
 Times are predicted (`lowcomm.cost.predict`) for the ladder's own runs: replicas that compute as fast as a core of the
 machine that trained data-parallel training's points, on links whose rate is varied. One replica sends nothing.
 """
@@ -18,8 +19,8 @@ from lowcomm.experiment.config import RunConfig
 from lowcomm.experiment.project import merge
 from lowcomm.methods.config import MethodConfig
 from lowcomm.settings import ConfigError
-from pipelines.ladder.fits import Cell, gap_rows
-from pipelines.ladder.plan import Ladder
+from pipelines.ladder.fits import Cell
+from pipelines.ladder.plan import Ladder, base_of
 from pipelines.verdicts import Paired
 
 #: Losses by seed.
@@ -38,6 +39,13 @@ ROWS = (
     "streaming/rising_momentum",
     "streaming/radial",
     "noloco/m4",
+    "noloco/m8",
+    "partial/whole",
+    "partial/half",
+    "partial/quarter",
+    "protocol/eighth",
+    "protocol/quarter",
+    "together/all",
     "muon/batch",
     "muloco/m1",
     "muloco/m2",
@@ -50,10 +58,13 @@ ROWS = (
     "sparse/without_feedback",
     "demo/m2",
     "gasloc/m4",
+    "selective/all",
+    "selective/half",
+    "hundred/low_rank",
 )
 #: Links whose times are predicted, in Mbit/s, with a latency in ms.
 RATES, LATENCY = (1000, 100, 10, 1), 20.0
-YARDSTICK = "data_parallel"
+YARDSTICK, MUON = "data_parallel", "muon/batch"
 #: A pipeline, as the rows that are trained as one have it: stages of a replica, and micro-batches of a step.
 STAGES, MICRO_BATCHES = 2, 4
 
@@ -141,34 +152,62 @@ def minutes(config: RunConfig, speed: float, rate: float) -> float:
 
 
 def front_rows(ladder: Ladder, rung: str, cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    """Return the front's table at a rung: of each row, and of data-parallel training on as many replicas, what it is.
+    """Return the front's table at a rung: of each row, and of what it is set beside, what it is.
 
-    Columns: method, replicas, seeds, loss, gap_pct, low_pct, high_pct, bytes_per_step (that a replica sends, in the
-    mean), fewer (times fewer than data-parallel training of as many), minutes_<rate> for each of `RATES`, on_front
-    (whether no row of as many replicas sends less and loses less).
+    Set beside are data-parallel training of as many replicas, with Muon where a row has that inside, and over a dense
+    pipeline where a row is one: each has the loss of the row of one replica that computes the same. Rows that compress
+    what crosses between stages count as pipelines (`piped`).
+
+    Columns: method, replicas, stages, seeds, loss, gap_pct, low_pct, high_pct, bytes_per_step (that a replica sends to
+    others, in the mean), fewer (times fewer than data-parallel training of as many), fewer_between (the same of what
+    crosses between stages; 1 where nothing is compressed), minutes_<rate> for each of `RATES`, on_front (whether no row
+    of as many replicas, on the same batch, sends less to others and loses less), lines and trials (see `tuning_of`).
     """
-    configs, speed = ladder.configs(rung), flops_per_second(ladder, rung)
-    gaps = {row["method"]: row for row in gap_rows([c for c in cells if c.rung == rung])}
-    known = {name: gaps[name] for name in ROWS if name in gaps}
-    base = next(c for c in cells if (c.rung, c.row) == (rung, f"{YARDSTICK}/batch"))
-    alone = {"loss": sum(base.losses.values()) / len(base.losses), "seeds": len(base.losses), "gap_pct": 0.0}
-    alone |= {"low_pct": 0.0, "high_pct": 0.0}
+    configs, speed, tuning = ladder.configs(rung), flops_per_second(ladder, rung), tuning_of(ladder, rung)
+    here = {cell.row: cell for cell in cells if cell.rung == rung}
+    groups: dict[tuple[int, str], list[str]] = {}
+    for name in (name for name in ROWS if name in here):
+        groups.setdefault((configs[name].replicas, base_of(name, configs)), []).append(name)
     rows = []
-    for replicas in sorted({configs[name].replicas for name in known}):
-        here = {name: configs[name] for name in known if configs[name].replicas == replicas}
-        beside = yardstick(next(iter(here.values())))
-        most = sent_per_step(beside)[0] / replicas
-        found = []
-        for name, config in {YARDSTICK: beside, **here}.items():
-            nbytes = sent_per_step(config)[0] / replicas
-            told = alone if name == YARDSTICK else known[name]
-            row = {"method": name, "replicas": replicas}
-            row |= {key: told[key] for key in ("seeds", "loss", "gap_pct", "low_pct", "high_pct")}
-            row |= {"bytes_per_step": nbytes, "fewer": most / nbytes if nbytes else math.inf}
-            found.append(row | {f"minutes_{rate}": minutes(config, speed, rate) for rate in RATES})
-        on = front([row["bytes_per_step"] for row in found], [row["gap_pct"] for row in found])
-        rows += [row | {"on_front": is_on} for row, is_on in zip(found, on, strict=True)]
+    for (replicas, base), names in sorted(groups.items()):
+        some = [(name, name, as_meant(configs[name])) for name in names]
+        beside = [(YARDSTICK, base, dense := yardstick(some[0][2]))]
+        if MUON in here and any(c.train.optimizer == "muon" for _, _, c in some) and MUON not in names:
+            beside.append((MUON, MUON, dataclasses.replace(dense, train=configs[MUON].train)))
+        if any(c.stages > 1 for _, _, c in some):
+            beside.append((f"{YARDSTICK}/pipeline", base, piped(dense)))
+        found, most = [], sent_per_step(dense)[0] / replicas
+        for method, row, config in beside + some:
+            nbytes, cell = sent_per_step(config)[0] / replicas, here[row]
+            gap, low, high = cell.pairs.percent()
+            told = {"method": method, "replicas": replicas, "stages": config.stages, "seeds": cell.pairs.seeds}
+            told |= {"loss": sum(cell.losses.values()) / len(cell.losses), "gap_pct": gap, "low_pct": low}
+            told |= {"high_pct": high, "bytes_per_step": nbytes, "fewer": most / nbytes if nbytes else math.inf}
+            told |= {"fewer_between": times_fewer(config)[1]}
+            told |= {f"minutes_{rate}": minutes(config, speed, rate) for rate in RATES}
+            found.append(told | tuning[row])
+        on = front([told["bytes_per_step"] for told in found], [told["gap_pct"] for told in found])
+        rows += [told | {"on_front": is_on} for told, is_on in zip(found, on, strict=True)]
     return rows
+
+
+def as_meant(config: RunConfig) -> RunConfig:
+    """Return a run as a pipeline where it compresses what crosses between stages, and else as it is."""
+    return piped(config) if config.method.boundary.kind != "dense" else config
+
+
+def tuning_of(ladder: Ladder, rung: str) -> dict[str, dict[str, Any]]:
+    """Return how each row of a rung was tuned: its "lines", in the order in which they were walked, and its "trials".
+
+    Trials are the runs that this took where the rung's values were found, on top of those of the row that it begins
+    with; None where it has not been tuned.
+    """
+    there = ladder.plan.rungs[rung]
+    tuned = ladder.read_tuned(there.tuned_at)
+    return {
+        name: {"lines": ", ".join(ladder.plan.rows[name].lines), "trials": tuned.get(name, {}).get("trials")}
+        for name in there.rows
+    }
 
 
 #: What composes with what: settings of a run (by section) that each choice has.
