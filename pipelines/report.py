@@ -38,6 +38,11 @@ def published(name: str, table: str, **where: Any) -> list[dict[str, Any]]:
     return [r for r in rows if all(r.get(k) == v for k, v in where.items())]
 
 
+def loss_below(a: float, b: float) -> float:
+    """By what share the loss of a published perplexity is below another's, as `verdicts.lower` has its effect."""
+    return 1 - math.log(a) / math.log(b)
+
+
 def results_dir(scale: str, stage: str) -> Path:
     """Folder of the tables of a stage ("noloco/training") at one scale, made if it is missing."""
     folder = ROOT / "results" / scale / stage

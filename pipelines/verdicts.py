@@ -200,16 +200,19 @@ def each(shown: Mapping[int, bool]) -> Evidence:
 def together(*parts: Evidence) -> Evidence:
     """Evidence that all parts hold: the weakest for it, and the strongest against it, corrected for their number.
 
-    Where one part is of one seed, so is the whole; its regime is the least of theirs.
+    Where one part is of one seed, so is the whole; its regime is the least of theirs, its effect the mean of theirs, if
+    all have one.
     """
     if not parts:
         raise ValueError("nothing to judge together")
     regimes = [part.regime for part in parts if part.regime is not None]
     regime = functools.reduce(Regime.least, regimes) if regimes else None
+    effects = [part.effect for part in parts if part.effect is not None]
+    effect = statistics.mean(effects) if len(effects) == len(parts) else None
     if any(math.isnan(part.p_for) for part in parts):
-        return Evidence(math.nan, math.nan, regime=regime)
+        return Evidence(math.nan, math.nan, effect, regime)
     against = min(1.0, len(parts) * min(part.p_against for part in parts))
-    return Evidence(max(part.p_for for part in parts), against, regime=regime)
+    return Evidence(max(part.p_for for part in parts), against, effect, regime)
 
 
 def _twice(p: float) -> float:

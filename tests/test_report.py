@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from pipelines.index import judged, page
-from pipelines.report import Comparison, read_claims, regime_of, told, write
+from pipelines.report import Comparison, loss_below, read_claims, regime_of, told, write
 from pipelines.verdicts import BORNE_OUT, NOT_BORNE_OUT, NOT_RESOLVED, Claim, Regime, fact, judge
 
 
@@ -77,6 +77,12 @@ def test_a_gap_in_percent_has_the_interval_of_its_pairs() -> None:
     assert c.pairs("c", "a").percent() == pytest.approx((gap, low, high), rel=1e-4)
     assert c.over("c", "a", 2) == f"{gap:+.2f} ({low:.2f} to {high:.2f}) %"
     assert compared(a=[2.0], b=[2.1]).over("b", "a") == "+5.0 %"
+
+
+def test_published_perplexities_are_compared_as_losses_are() -> None:
+    c = compared(a=[math.log(24.0), math.log(24.0)], b=[math.log(30.0), math.log(30.0)])
+    assert loss_below(24.0, 30.0) == pytest.approx(c.lower("a", "b").effect)
+    assert loss_below(30.0, 24.0) < 0
 
 
 def test_one_rise_is_less_than_another() -> None:

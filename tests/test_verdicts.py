@@ -174,5 +174,10 @@ def test_what_must_hold_together_fails_with_one() -> None:
     assert outcome(together(good, fact(False))) == NOT_BORNE_OUT
     assert outcome(together(good, fact(True))) == BORNE_OUT
     assert outcome(together(bad, lower(planted(0.1, seeds=1)))) == "Outside this regime (one seed)"
+    two = together(lower(planted(-0.01, noise=0.0005)), lower(planted(-0.03, noise=0.0005)))
+    assert two.effect == pytest.approx(0.02, rel=0.05)
+    for published, expected in ((0.015, BORNE_OUT), (0.005, DIRECTION), (0.05, DIRECTION)):
+        assert outcome(two, published=published) == expected
+    assert together(two, good).effect is None  # of what has no size
     with pytest.raises(ValueError, match="nothing to judge together"):
         together()
