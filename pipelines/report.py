@@ -204,7 +204,7 @@ class Comparison:
             f"{span([s['parameters'] for s in runs])} parameters",
             f"{span([r.tokens_per_parameter for r in regimes])} tokens per parameter",
             f"{span([r.tokens_per_replica_and_step for r in regimes])} tokens per replica and step",
-            f"{span(seeds)} seeds",
+            f"{span(seeds)} seed{'s' * (max(seeds) > 1)}",
         ]
         if rounds := [r.rounds for r in regimes if math.isfinite(r.rounds)]:
             parts.insert(2, f"{span(rounds)} outer rounds")
