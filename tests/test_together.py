@@ -22,6 +22,8 @@ from lowcomm.experiment.train import train_in_threads
 from lowcomm.experiment.trainer import Trainer
 from lowcomm.methods.config import MethodConfig
 from lowcomm.settings import ConfigError, build
+from pipelines.ladder import frontier
+from pipelines.ladder.plan import LADDER
 from tests.conftest import small_run
 
 SLICED = {"trainable": "slice", "slices": 2}
@@ -274,3 +276,60 @@ def test_pairs_that_no_method_has_are_refused_with_the_reason() -> None:
         values = dict(name.split("=") for name in pair)
         with pytest.raises(ConfigError, match=re.escape(why)):
             _config({"peers": "everyone" if pair[0].startswith(PLAIN) else "pairs"} | values)
+
+
+#: The choices of the page's table, as they are named here.
+SHOWN: dict[str, dict[str, str]] = {
+    "sparse, 2 bits, feedback": {"codec": "chunk_topk_2bit", "feedback": "with"},
+    "4 bits": {"codec": "e3m0"},
+    "cosines, sparse": {"codec": "topk", "basis": "cosines"},
+    "streaming": {"fragments": "strided", "schedule": "mixed"},
+    "balanced fragments": {"fragments": "balanced"},
+    "NoLoCo": {"peers": "pairs", "outer": "noloco"},
+    "GASLoC": {"peers": "pairs", "outer": "gasloc"},
+    "sign descent": {"outer": "sign"},
+    "median": {"mean": "median"},
+    "trimmed mean": {"mean": "trimmed"},
+    "clipped": {"mean": "clipped"},
+    "radial": {"mean": "radial"},
+    "outer rate by points": {"points": "rate"},
+    "outer momentum by points": {"points": "momentum"},
+    "half of the MLPs": {"trainable": "mlp"},
+    "subspace pipeline": {"boundary": "subspace"},
+    "half of them compress": {"boundary": "some_subspace"},
+    "low-rank pipeline": {"boundary": "low_rank"},
+    "Muon": {"inner": "muon"},
+    "unlike text": {"text": "unlike"},
+}
+#: Pairs of which the table says another thing, and why: it has 8 replicas, so that a slice has four owners; its NoLoCo
+#: has a pull that is its rate, so that parameters travel; and its momentum rises to what NoLoCo's pull still allows.
+APART = {
+    ("median", "half of the MLPs"),
+    ("trimmed mean", "half of the MLPs"),
+    ("NoLoCo", "half of them compress"),
+    ("NoLoCo", "outer momentum by points"),
+}
+
+
+def test_the_page_says_of_each_pair_what_is_refused_here() -> None:
+    beside = {"a replica that lies", "elastic replicas"}  # of which this file has no choice
+    assert set(SHOWN) == set(frontier.CHOICES) - beside
+    seen = set()
+    for pair in frontier.composes(LADDER, "smoke"):
+        one, other, why_not = pair["one"], pair["other"], pair["why_not"]
+        if {one, other} & beside:
+            continue
+        values = [[f"{choice}={value}" for choice, value in SHOWN[name].items()] for name in (one, other)]
+        both = [pair for a, b in itertools.product(*values) for pair in ((a, b), (b, a))]
+        wanted = [why for of, why in REFUSED.items() if any(all(map(fnmatch.fnmatch, pair, of)) for pair in both)]
+        is_one = any(a.split("=")[0] == b.split("=")[0] for a, b in both if a != b)
+        if (one, other) in APART:
+            assert bool(why_not) != bool(wanted), pair
+        elif why_not == "one choice":
+            assert is_one, pair
+        elif why_not:
+            assert any(why in why_not for why in wanted), pair
+        else:
+            assert not wanted, (pair, wanted)
+        seen.add(bool(why_not))
+    assert seen == {True, False}

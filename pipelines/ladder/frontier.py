@@ -8,16 +8,21 @@ machine that trained data-parallel training's points, on links whose rate is var
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
+
+import torch
 
 from lowcomm.cost.planner import front
 from lowcomm.cost.predict import Links, predict, sent_per_step, stage_flops
 from lowcomm.experiment.config import RunConfig
 from lowcomm.experiment.project import merge
 from lowcomm.methods.config import MethodConfig
+from lowcomm.methods.elastic import ElasticUpdates
+from lowcomm.model.accounting import parameter_shapes
 from lowcomm.settings import ConfigError
 from pipelines.ladder.fits import Cell
 from pipelines.ladder.plan import Ladder, base_of
@@ -212,7 +217,7 @@ def tuning_of(ladder: Ladder, rung: str) -> dict[str, dict[str, Any]]:
     }
 
 
-#: What composes with what: settings of a run (by section) that each choice has.
+#: What composes with what: settings of a run (by section) that each choice has; elastic: replicas leave and come back.
 CHOICES: dict[str, dict[str, Any]] = {
     "sparse, 2 bits, feedback": {
         "method": {"codec": "chunk_topk_2bit", "codec_keep": 1 / 64, "error_feedback": 0.95},
@@ -220,18 +225,24 @@ CHOICES: dict[str, dict[str, Any]] = {
     "4 bits": {"method": {"codec": "e3m0"}},
     "cosines, sparse": {"method": {"basis": "cosines", "codec": "chunk_topk", "codec_keep": 1 / 128}},
     "streaming": {"method": {"fragments": "strided", "layers_per_fragment": 2, "overlap_steps": [1], "mixing": 0.5}},
+    "balanced fragments": {"method": {"fragments": "balanced", "fragment_count": 2}},
     "NoLoCo": {"method": {"peers": "group", "outer": "noloco", "outer_momentum": 0.5, "outer_pull": 0.7}},
     "GASLoC": {"method": {"peers": "group", "outer": "gasloc", "outer_momentum": 0.5}},
     "sign descent": {"method": {"outer": "sign", "outer_momentum": 0.0}},
     "median": {"method": {"mean": "median"}},
+    "trimmed mean": {"method": {"mean": "trimmed", "mean_trim": 0.25}},
     "clipped": {"method": {"mean": "clipped"}},
     "radial": {"method": {"mean": "radial"}},
     "outer rate by points": {"method": {"outer_lr_shape": ["1@0", "0.5@1"]}},
+    "outer momentum by points": {"method": {"outer_momentum_points": ["0@0", "0.8@0.5"]}},
     "half of the MLPs": {"method": {"trainable": "slice", "slices": 2, "sliced": ["mlp"]}},
     "subspace pipeline": {"stages": 2, "method": {"boundary": {"kind": "subspace", "rank": 4}}},
     "half of them compress": {"stages": 2, "method": {"boundary": {"kind": "subspace", "rank": 4, "replicas": 4}}},
+    "low-rank pipeline": {"stages": 2, "method": {"boundary": {"kind": "low_rank", "rank": 4}}},
     "Muon": {"train": {"optimizer": "muon", "muon_lr": 0.02}},
     "unlike text": {"train": {"alike": 0.0}},
+    "a replica that lies": {"method": {"byzantine": 1}},
+    "elastic replicas": {"elastic": True},
 }
 
 
@@ -248,12 +259,37 @@ def composes(ladder: Ladder, rung: str) -> list[dict[str, str]]:
 
 
 def why_not(ladder: Ladder, rung: str, one: dict[str, Any], other: dict[str, Any]) -> str:
-    """Return why two choices, settings of a run by section, do not go together on 8 replicas; "" where they do."""
+    """Return why two choices, settings as those of `CHOICES`, do not go together on 8 replicas; "" where they do."""
     both = merge(one, other)
     if both != merge(other, one):  # they name the same setting differently
         return "one choice"
+    is_elastic = both.pop("elastic", False)
+    told = {"variant": "doubled", "scale": rung, "params": ladder.params, "replicas": 8}
     try:
-        ladder.project.run_config("diloco", variant="doubled", scale=rung, params=ladder.params, replicas=8, **both)
+        config = ladder.project.run_config("diloco", **told, **both)
+        if is_elastic:
+            _check_elastic(config)
     except ConfigError as error:
         return str(error)
     return ""
+
+
+class _Asked(Exception):
+    """An elastic replica asks its store, so nothing that it was told has been refused."""
+
+
+class _NoStore:
+    """What stands in for a store that nobody answers from."""
+
+    def write_once(self, name: str, text: str) -> NoReturn:
+        raise _Asked
+
+
+def _check_elastic(config: RunConfig) -> None:
+    """Raise ConfigError where elastic replicas refuse a run; a quorum is half of the replicas."""
+    for stage in range(config.stages):
+        shapes = parameter_shapes(config.model, config.constraint, stage=stage, stages=config.stages)
+        parameters = {name: torch.zeros(shape, requires_grad=True) for name, shape in shapes.items()}
+        told = {"slot": 0, "slots": config.replicas, "steps": config.train.steps, "layers": config.model.layers}
+        with contextlib.suppress(_Asked):
+            ElasticUpdates(parameters, _NoStore(), method=config.method, **told)
