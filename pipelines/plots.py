@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
+import numpy as np
 import seaborn as sns
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import LogLocator, NullFormatter
+from numpy.typing import ArrayLike
 
 #: One colour a method, in all figures (Okabe and Ito's palette, and others for what has come since).
 COLOURS = {
@@ -52,6 +59,38 @@ def figure(columns: int = 1, height: float = 2.6) -> tuple[Figure, list[plt.Axes
     """A figure of `columns` panels at column width; always a list of axes."""
     fig, axes = plt.subplots(1, columns, figsize=(COLUMN_WIDTH * (1 if columns == 1 else 1.5), height), squeeze=False)
     return fig, list(axes[0])
+
+
+def band(ax: plt.Axes, x: ArrayLike, runs: ArrayLike, **style: Any) -> Line2D:
+    """Draw the mean of runs (runs x points) as a line, and a shade from the least to the most of them."""
+    values = np.asarray(runs, float)
+    (line,) = ax.plot(x, values.mean(0), **style)
+    if len(values) > 1:
+        ax.fill_between(x, values.min(0), values.max(0), color=line.get_color(), alpha=0.15, lw=0)
+    return line
+
+
+def points(ax: plt.Axes, x: Sequence[float], values: Sequence[Sequence[float]], **style: Any) -> None:
+    """Draw the mean of the values at each x, with a bar from the least to the most of them."""
+    means = np.array([np.mean(some) for some in values])
+    ends = [means - [min(some) for some in values], [max(some) for some in values] - means]
+    ax.errorbar(x, means, yerr=ends, elinewidth=0.9, capsize=2, **style)
+
+
+def mark_cut(ax: plt.Axes, x: ArrayLike, low: ArrayLike, high: ArrayLike, color: str) -> None:
+    """Put a mark on the edge where a bar from low to high ends outside of the axes, whose limits must have been set."""
+    bottom, top = ax.get_ylim()
+    x, low, high = np.broadcast_arrays(*(np.asarray(v, float) for v in np.atleast_1d(x, low, high)))
+    for outside, edge, mark in ((low < bottom, bottom, "v"), (high > top, top, "^")):
+        if outside.any():
+            ax.plot(x[outside], np.full(outside.sum(), edge), mark, ms=4, color=color, clip_on=False, zorder=4)
+
+
+def log_ticks(axis: Axis, subs: Sequence[float] = (1, 3)) -> None:
+    """Give a logarithmic axis ticks at these multiples of each power of ten, as plain numbers."""
+    axis.set_major_locator(LogLocator(subs=subs))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter(NullFormatter())
 
 
 def save(fig: Figure, path: Path) -> None:

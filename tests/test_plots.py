@@ -1,0 +1,53 @@
+"""What figures draw of seeds: means, bars and shades from the least to the most, and marks where a bar is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+
+from pipelines import plots
+
+
+@pytest.fixture
+def ax() -> Generator[plt.Axes]:
+    """Axes of a figure that is closed again."""
+    fig, (ax,) = plots.figure()
+    yield ax
+    plt.close(fig)
+
+
+def test_bars_are_from_the_least_to_the_most_of_the_seeds(ax: plt.Axes) -> None:
+    plots.points(ax, [1, 2], [[3.0, 4.0, 8.0], [6.0]], color="black")
+    assert ax.get_lines()[0].get_ydata().tolist() == [5.0, 6.0]
+    (bars,) = ax.collections
+    assert [segment[:, 1].tolist() for segment in bars.get_segments()] == [[3.0, 8.0], [6.0, 6.0]]
+
+
+def test_a_band_is_about_the_mean_of_several_runs_alone(ax: plt.Axes) -> None:
+    line = plots.band(ax, [1, 2], [[1.0, 2.0], [3.0, 6.0]], color="black")
+    assert line.get_ydata().tolist() == [2.0, 4.0]
+    (shade,) = ax.collections
+    assert {tuple(point) for point in shade.get_paths()[0].vertices} == {(1, 1), (2, 2), (2, 6), (1, 3)}
+    plots.band(ax, [1, 2], [[1.0, 2.0]], color="black")
+    assert len(ax.collections) == 1
+
+
+def test_a_bar_that_is_cut_has_a_mark_on_the_edge(ax: plt.Axes) -> None:
+    ax.set(ylim=(0, 10))
+    plots.mark_cut(ax, [1, 2, 3, 4], [-1, 2, 3, np.nan], [5, 12, 8, np.nan], "black")
+    marks = {line.get_marker(): line.get_xydata().tolist() for line in ax.get_lines()}
+    assert marks == {"v": [[1.0, 0.0]], "^": [[2.0, 10.0]]}
+    plots.mark_cut(ax, 5, 2, 8, "black")  # a single one, which is inside
+    assert len(ax.get_lines()) == 2
+
+
+def test_ticks_of_a_logarithmic_axis_are_plain_numbers(ax: plt.Axes) -> None:
+    ax.set(xscale="log", xlim=(0.5, 8))
+    plots.log_ticks(ax.xaxis, (1, 2, 5))
+    ax.figure.canvas.draw()
+    shown = [label.get_text() for label in ax.get_xticklabels() if 0.5 <= label.get_position()[0] <= 8]
+    assert shown == ["0.5", "1", "2", "5"]
+    assert not any(label.get_text() for label in ax.get_xticklabels(minor=True))
