@@ -119,6 +119,18 @@ def test_the_band_is_about_the_line_and_widens_outside() -> None:
     assert [b.tolist() for b in bootstrap(again, grid)] == [low.tolist(), high.tolist()]
 
 
+def test_a_drawn_line_is_that_of_least_squares() -> None:
+    some = cells(seeds=(5, 3))
+    at_one, slope = drawn_lines(some, "method", draws=3, seed=1)
+    rng = np.random.default_rng(1)
+    drawn = [rng.choice(cell.gaps, (3, len(cell.gaps))) for cell in some]
+    for i in range(3):
+        fit = Fit.of([SIZES[0]] * 5 + [SIZES[1]] * 3, np.concatenate([gaps[i] for gaps in drawn]))
+        assert (at_one[i], slope[i]) == (pytest.approx(fit.at_one), pytest.approx(fit.slope))
+    with pytest.raises(ValueError, match="a slope needs 3 pairs and 2 sizes"):
+        drawn_lines(some[:1], "method")
+
+
 def test_intervals_of_a_slope_hold_what_was_planted() -> None:
     """In about 95 of 100 for many seeds; a bootstrap of few is known to be narrow."""
     inside = 0

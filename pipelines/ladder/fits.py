@@ -242,15 +242,15 @@ def drawn_lines(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """The lines of a row as they come of drawing the seeds of each rung anew: (at_one, slope), each of so many draws.
 
-    A rung with a single seed is drawn as it is, so cells should be those with `several` seeds.
+    A rung with a single seed is drawn as it is, so cells should be those with `several` seeds. Raises ValueError for
+    fewer than 3 pairs, or a single size.
     """
-    rng = np.random.default_rng(seed)
-    here = [c for c in cells if c.row == row]
-    fits = []
-    for _ in range(draws):
-        some = [(c.parameters, g) for c in here for g in rng.choice(c.gaps, len(c.gaps))]
-        fits.append(Fit.of(*zip(*some, strict=True)))
-    return np.array([fit.at_one for fit in fits]), np.array([fit.slope for fit in fits])
+    fit_row(cells, row)  # which says so where there is no slope
+    rng, here = np.random.default_rng(seed), [c for c in cells if c.row == row]
+    gaps = np.concatenate([rng.choice(c.gaps, (draws, len(c.gaps))) for c in here], axis=1)
+    x = np.log([float(c.parameters) for c in here for _ in c.gaps])
+    slope = gaps @ (x - x.mean()) / ((x - x.mean()) ** 2).sum()
+    return gaps.mean(1) - slope * x.mean(), slope
 
 
 def bootstrap(
