@@ -40,6 +40,14 @@ METHODS: dict[str, dict[str, Any]] = {
     "diloco": {"sync_every_steps": 4},
     "sparse": {"sync_every_steps": 4, "codec": "chunk_topk_2bit", "codec_keep": 0.005, "error_feedback": 0.9},
     "clipped": {"sync_every_steps": 4, "mean": "clipped", "byzantine": 1},
+    # As Decoupled DiLoCo: learners that wait for none, balanced fragments, radial means of what tokens weigh.
+    "decoupled": {
+        "sync_every_steps": 6,
+        "fragments": "balanced",
+        "fragment_count": 2,
+        "overlap_steps": 1,
+        "mean": "radial",
+    },
     "streaming": {
         "sync_every_steps": 6,
         "fragments": "strided",
