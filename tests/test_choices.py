@@ -1,4 +1,4 @@
-"""Choices find their values by themselves: a codec, an outer optimizer, a peer rule and a boundary are a file each."""
+"""Choices find their values by themselves: each value, of whatever choice, is a file."""
 
 from __future__ import annotations
 
@@ -121,6 +121,65 @@ class Halves(Boundary):
         x[:, : self.width // 2] = values.view(tokens, -1)
         return x
 ''',
+    "lowcomm/methods/largest.py": '''
+"""At each place the value that is furthest from zero."""
+
+import torch
+
+from lowcomm.methods.means import Mean
+
+
+class Largest(Mean):
+    names = ("largest",)
+
+    def over(self, parts, weights):
+        found = None
+        for part in parts:
+            found = part if found is None else torch.where(part.abs() > found.abs(), part, found)
+        return found
+''',
+    "lowcomm/methods/backwards.py": '''
+"""The last value first."""
+
+from lowcomm.methods.bases import Basis
+
+
+class Backwards(Basis):
+    names = ("backwards",)
+
+    def into(self, flat, shapes):
+        return flat.flip(0)
+
+    def back(self, flat, shapes):
+        return flat.flip(0)
+''',
+    "lowcomm/methods/every_other.py": '''
+"""Gradients are averaged in every other step; in the steps between them each replica keeps its own."""
+
+from lowcomm.methods.engine import Engine
+
+
+class EveryOther(Engine):
+    names = ("every_other",)
+    one_model = False
+    local = True
+
+    def __init__(self, model, world):
+        self.named, self.world, self.steps = dict(model.named_parameters()), world, 0
+
+    @classmethod
+    def of(cls, model, world, method, **known):
+        return cls(model, world)
+
+    def average_gradients(self):
+        self.steps += 1
+        if self.steps % 2 == 0:
+            for p in self.named.values():
+                p.grad = self.world.mean(p.grad.flatten(), purpose="gradients").view(p.shape)
+
+    def weights(self):
+        return self.named
+''',
 }
 
 USE = """
@@ -128,17 +187,20 @@ import torch
 from torch import nn
 
 import lowcomm
-from lowcomm.experiment.config import RunConfig
+from lowcomm.choices import choose
 from lowcomm.experiment.project import Project
 from lowcomm.methods.boundary import make_boundary
+from lowcomm.methods.engine import Engine
 from pathlib import Path
 
-config = Project(Path(".")).run_config(
+project = Project(Path("."))
+config = project.run_config(
     "protocol_dense",
     scale="smoke",
     stages=2,
     method={"exchange": "parameters", "sync_every_steps": 5, "peers": "neighbours", "outer": "toy_sign",
-            "outer_lr": 0.01, "codec": "two_bits", "boundary": {"kind": "halves"}},
+            "outer_lr": 0.01, "codec": "two_bits", "basis": "backwards", "mean": "largest",
+            "boundary": {"kind": "halves"}},
     replicas=4,
     train={"global_batch": 16, "eval_sequences": 16},
 )
@@ -149,6 +211,7 @@ assert boundary.activation_bytes(10) == 10 * config.model.dim // 2 * 4
 def work(world):
     model = nn.Linear(20, 20)
     sync = lowcomm.LocalUpdates(model, world, config.method)
+    assert (type(sync.plan.mean).__name__, type(sync.plan.basis).__name__) == ("Largest", "Backwards")
     for _ in range(11):
         with torch.no_grad():
             model.weight.add_(0.1 * (world.replica + 1))
@@ -159,11 +222,26 @@ def work(world):
     return sent
 
 
+def averaged(world):
+    model, found = nn.Linear(3, 1, bias=False), []
+    engine = choose(Engine, other.method.exchange, "method.exchange").of(model, world, other.method)
+    for _ in range(4):
+        model.weight.grad = torch.full((1, 3), float(world.replica))
+        engine.average_gradients()
+        found.append(model.weight.grad.mean().item())
+        engine.step()
+    engine.finish()
+    assert world.ledger.total(purpose="gradients") > 0
+    return found
+
+
 print(lowcomm.run_threads(work, replicas=4))
+other = project.run_config("data_parallel", scale="smoke", method={"exchange": "every_other"}, replicas=2)
+assert lowcomm.run_threads(averaged, replicas=2) == [[0.0, 0.5, 0.0, 0.5], [1.0, 0.5, 1.0, 0.5]]
 """
 
 
-def test_one_file_adds_a_codec_an_outer_optimizer_a_peer_rule_or_a_boundary(tmp_path: Path) -> None:
+def test_one_file_adds_a_value_of_any_choice(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "lowcomm", tmp_path / "lowcomm", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "params.yaml", tmp_path)
     for name, source in TOYS.items():

@@ -72,7 +72,7 @@ ROWS = (
 #: Links whose times are predicted, in Mbit/s, with a latency in ms.
 RATES, LATENCY = (1000, 100, 10, 1), 20.0
 YARDSTICK, MUON = "data_parallel", "muon/batch"
-#: A pipeline, as the rows that are trained as one have it: stages of a replica, and micro-batches of a step.
+#: A pipeline, as the rows that are trained as one have it: stages of a replica, and at most so many micro-batches.
 STAGES, MICRO_BATCHES = 2, 4
 
 
@@ -89,8 +89,9 @@ def piped(config: RunConfig) -> RunConfig:
     """
     if config.stages > 1:
         return config
+    micro_batches = math.gcd(config.local_batch, MICRO_BATCHES)  # as a replica's share of a small batch does not split
     return dataclasses.replace(
-        config, stages=STAGES, train=dataclasses.replace(config.train, accumulation=MICRO_BATCHES)
+        config, stages=STAGES, train=dataclasses.replace(config.train, accumulation=micro_batches)
     )
 
 
