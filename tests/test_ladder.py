@@ -138,7 +138,10 @@ def test_a_row_is_at_its_own_rungs(tmp_path: Path) -> None:
 
 
 def test_the_plan_is_in_the_regime_that_it_promises() -> None:
-    """20 tokens per parameter (long rows: 40), 512 per replica and step, 100 rounds from 0.33M on; pairs are pairs."""
+    """20 tokens per parameter (long rows: 40), 512 per replica and step, 100 rounds from 0.33M on; pairs are pairs.
+
+    But for rows of 32 replicas, which show what owners of slices do and which no claim is about.
+    """
     plan = LADDER.plan
 
     def tuned(name: str) -> set[str]:
@@ -155,7 +158,7 @@ def test_the_plan_is_in_the_regime_that_it_promises() -> None:
             tokens = t.steps * t.global_batch * t.seq_len
             length = 2 if name.endswith("/long") else 1
             assert 19 < tokens / length / parameters(config.model).total < 20.5, point.title
-            assert config.local_batch * t.seq_len >= 512
+            assert config.local_batch * t.seq_len >= (128 if config.replicas == 32 else 512)
             assert t.eval_split == "tuning"
             if config.exchanges_parameters and rung.name != "0.12M":
                 rounds = t.steps // config.method.sync_every_steps
