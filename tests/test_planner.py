@@ -445,7 +445,15 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
         planner.main([*words, "--rows", str(rows)])
         assert len(re.findall(r"\n\| (?:every|gradients).* x ", capsys.readouterr().out)) == rows
     planner.main([*words, "--per-box", "4", "--inside-mbit-per-s", "1e6", "--rows", "1"])
-    assert "between any two boxes of 4, 1e+06 Mbit/s within one" in capsys.readouterr().out
+    boxes = capsys.readouterr().out
+    assert "between any two boxes of 4, 1e+06 Mbit/s within one" in boxes
+    assert "The first row shards each stage over the 4 machines of its box" in boxes
+    assert "\nTo run the best row that does not (every " in boxes
+    assert "torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend" in boxes
+    few = [*words, "--per-box", "8", "--inside-mbit-per-s", "1e6", "--memory-gb", "4", "--write", str(tmp_path / "no")]
+    assert planner.main(few) == 2
+    assert capsys.readouterr().err == f"{tmp_path / 'no'} is not written: all rows that fit are sharded\n"
+    assert not (tmp_path / "no").exists()
     planner.main([*words, "--memory-gb", "80", "--slow", "2", "--slow-speed", "0.25"])
     uneven = capsys.readouterr().out
     assert "between any two, the last 2 at 0.25 of that speed." in uneven

@@ -527,7 +527,9 @@ def main(words: Sequence[str] | None = None) -> int:
     ask.add_argument("--global-batch", type=int, default=256, help="sequences, about (default: %(default)s)")
     ask.add_argument("--penalties", type=Path, help="what methods cost in loss (default: as measured at laptop scale)")
     ask.add_argument("--rows", type=int, default=12, help="shown at most (default: %(default)s)")
-    ask.add_argument("--write", type=Path, metavar="FOLDER", help="make a project that trains the first row")
+    ask.add_argument(
+        "--write", type=Path, metavar="FOLDER", help="make a project that trains the first row without shards"
+    )
     given = ask.parse_args(words)
     try:
         links = Links(given.mbit_per_s, given.latency_ms, given.jitter, given.stragglers)
@@ -568,26 +570,35 @@ def main(words: Sequence[str] | None = None) -> int:
             print(
                 f"Such a sum said {told[0]} of {count} ingredients at {size:,.0f} parameters, a run of all {told[1]}."
             )
-    return _how_to_run(first, cluster, job, given.write)
+    return _how_to_run(table, cluster, job, given.write)
 
 
-def _how_to_run(row: Any, cluster: Cluster, job: Job, folder: Path | None) -> int:
-    """Say how the first row is run, and write its project where one is asked for."""
+def _how_to_run(table: pd.DataFrame, cluster: Cluster, job: Job, folder: Path | None) -> int:
+    """Say how the first row is run, and write its project where one is asked for.
+
+    What shards its stages is no run of the command: then it is said, and the first row that does not is taken.
+    """
+    row, which = next(table.itertuples()), "the first row"
     if row.width > 1:
         print(
-            f"\nTo run the first row, shard each stage over the {row.width} machines of its box in a training loop of"
-            " your own."
+            f"\nThe first row shards each stage over the {row.width} machines of its box, which wants a training"
+            " loop of your own."
         )
-        return 0
+        row = next((row for row in table.itertuples() if row.width == 1), None)
+        if row is None:
+            if folder is not None:
+                print(f"{folder} is not written: all rows that fit are sharded", file=sys.stderr)
+            return 0 if folder is None else 2
+        which = f"the best row that does not ({row.method}, {row.replicas} x {row.stages}, {row.days:.3g} days)"
     if folder is None:
-        print("\nTo run the first row, add --write FOLDER, and there:\n")
+        print(f"\nTo run {which}, add --write FOLDER, and there:\n")
     else:
         try:
             write_project(row, job, folder)
         except ConfigError as error:
             print(error, file=sys.stderr)
             return 2
-        print(f"\n{folder / 'params.yaml'} has the first row; its learning rates are to be tuned. To run it, there:\n")
+        print(f"\n{folder / 'params.yaml'} has {which}; its learning rates are to be tuned. To run it, there:\n")
     print(f"lowcomm prepare text    # on each machine, from {TEXT}\n{command(row, cluster)}")
     return 0
 
