@@ -208,6 +208,11 @@ def test_gain_and_momentum_are_settings_of_the_outer_step() -> None:
     assert (nesterov.method.outer_lr, nesterov.method.outer_momentum, nesterov.method.outer_pull) == (1.2, 0.5, 0.0)
     assert (pulled.method.outer_lr, pulled.method.outer_pull) == (1.2, 1.2)
     assert average.method.outer_lr == 1.0
+    rising = {"gain": 2.0, "momentum": 0.6, "rise": 0.35}
+    for row, pull in (("diloco/rising_momentum", 0.0), ("noloco/rising_momentum", 0.8)):
+        method = LADDER.trial(rows[row], "0.12M", rising).config.method
+        assert (method.outer_lr, method.outer_momentum_points) == (0.8, ("0@0", "0.6@0.35"))
+        assert (method.outer_momentum, method.outer_pull) == (0.0, pull)
     falling = rows["diloco/falling_momentum"]
     method = LADDER.trial(falling, "0.12M", {"gain": 2.0}).config.method
     assert (method.outer_lr, method.outer_momentum_points[-1]) == (0.4, "0.8@0.2")

@@ -16,15 +16,28 @@ from pipelines.ladder.fits import Cell, drawn_lines, fit_row, per_decade, severa
 from pipelines.ladder.plan import Plan
 from pipelines.verdicts import HEADLINE, Claim, Evidence, Regime, judge, no_worse
 
-#: Row -> by how many % of the loss it may be above data-parallel training, from which rung on.
+#: Row -> by how many % of the loss it may be above data-parallel training, from which rung on. A method at its best may
+#: be the row whose momentum rises.
 MARGINS = {
     "streaming/h30": {"0.33M": 1.5, "1.05M": 1.0},
+    "streaming/rising_momentum": {"0.33M": 1.5, "1.05M": 1.0},
     "diloco/m2": {"0.33M": 2.0},
+    "diloco/rising_momentum": {"0.33M": 2.0},
     "noloco/m4": {"0.33M": 3.0},
+    "noloco/rising_momentum": {"0.33M": 3.0},
     "diloco/m1": {"0.33M": 0.5},
 }
 #: Rows whose gaps were to fall with size.
-FALLING = ("diloco/m2", "streaming/h30", "noloco/m4", "partial/half", "protocol/quarter", "together/all")
+FALLING = (
+    "diloco/m2",
+    "diloco/rising_momentum",
+    "streaming/h30",
+    "streaming/rising_momentum",
+    "noloco/m4",
+    "partial/half",
+    "protocol/quarter",
+    "together/all",
+)
 #: What a slope needs of each of its sizes, of which the smallest has few rounds: they grow with size as the runs do.
 SLOPE = Regime(HEADLINE.seeds, 0, HEADLINE.tokens_per_parameter, HEADLINE.tokens_per_replica_and_step)
 

@@ -241,8 +241,9 @@ class Ladder:
     def overrides(self, row: Row, rung: str, values: Values) -> dict[str, Any]:
         """The settings that values of lines are, as sections of `Project.run_config`.
 
-        gain and momentum are K = outer_lr / (1 - momentum) and the momentum itself; NoLoCo's pull is its outer_lr.
-        Where the momentum follows points of the run, K is that of the last one, and factors of the rate must end at 1.
+        gain and momentum are K = outer_lr / (1 - momentum) and the momentum itself; NoLoCo's pull is its outer_lr. rise
+        is the share of the run in which the momentum rises from 0. Where it follows points of the run, K is that of the
+        last one, and factors of the rate must end at 1.
         """
         plain = self.project.run_config(row.run, variant=row.variant, scale=rung, params=self.params)
         found: dict[str, dict[str, Any]] = {"train": {}, "model": {}, "method": {}}
@@ -255,9 +256,9 @@ class Ladder:
         if "embedding" in values:
             found["model"]["embedding_std"] = values["embedding"]
         method = plain.method
-        if plain.exchanges_parameters and method.outer != "average" and {"gain", "momentum"} & set(values):
+        if plain.exchanges_parameters and method.outer != "average" and {"gain", "momentum", "rise"} & set(values):
             points = method.outer_momentum_points
-            if points and "momentum" in values:
+            if points and "momentum" in values and "rise" not in values:
                 raise ConfigError(f"row {row.name}: a momentum means nothing where it follows points of the run")
             last = Points(points, "method.outer_momentum_points").at(1.0) if points else method.outer_momentum
             shape = method.outer_lr_shape
@@ -266,7 +267,10 @@ class Ladder:
             momentum = values.get("momentum", last)
             gain = values.get("gain", method.outer_lr / (1 - last))
             found["method"] = {"outer_lr": float(f"{gain * (1 - momentum):.6g}")}
-            if not points:
+            if "rise" in values:
+                found["method"] |= {"outer_momentum": 0.0}
+                found["method"]["outer_momentum_points"] = ["0@0", f"{momentum:g}@{values['rise']:g}"]
+            elif not points:
                 found["method"]["outer_momentum"] = momentum
             if method.outer == "noloco":
                 found["method"]["outer_pull"] = found["method"]["outer_lr"]
