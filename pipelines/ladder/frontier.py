@@ -39,6 +39,7 @@ ROWS = (
     "diloco/m4",
     "diloco/falling_momentum",
     "diloco/rising_momentum",
+    "diloco/m1_rising",
     "diloco/m4_rising",
     "diloco/falling_rate",
     "streaming/h30",

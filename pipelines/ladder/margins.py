@@ -26,6 +26,7 @@ MARGINS = {
     "noloco/m4": {"0.33M": 3.0},
     "noloco/rising_momentum": {"0.33M": 3.0},
     "diloco/m1": {"0.33M": 0.5},
+    "diloco/m1_rising": {"0.33M": 0.5},
 }
 #: Rows whose gaps were to fall with size.
 FALLING = (
