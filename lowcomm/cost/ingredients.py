@@ -41,7 +41,7 @@ class Method:
     """Ingredients. `ratio`: D / R of a subspace, 1 for a dense boundary; `sync_every_steps`: H, 0 for gradients.
 
     sparse_messages: of outer gradients the largest of each chunk, in 2 bits, with error feedback and no momentum
-    (SparseLoCo). muon: Muon inside. rising_momentum: an outer momentum that rises from 0 in the first fifth of the run.
+    (SparseLoCo). muon: Muon inside. rising_momentum: an outer momentum that rises from 0 in the first half of the run.
     gossip_momentum: with pairs, GASLoC's momentum in place of NoLoCo's. demo: DeMo, which sends the largest cosines of
     what has not been sent yet after each step, with plain SGD inside.
     """
@@ -103,7 +103,7 @@ class Method:
             return replace(named, sync_every_steps=self.sync_every_steps, route=route, boundary=boundary)
         found: dict[str, Any] = {"outer": "nesterov", "outer_lr": 0.4, "outer_momentum": 0.9}
         if self.rising_momentum:
-            found = {"outer": "nesterov", "outer_lr": 0.4, "outer_momentum_points": ("0@0", "0.9@0.2")}
+            found = {"outer": "nesterov", "outer_lr": 0.4, "outer_momentum_points": ("0@0", "0.9@0.5")}
         if self.pairs:
             found = {"outer": "noloco", "outer_lr": 0.7, "outer_momentum": 0.5, "outer_pull": 0.7, "peers": "group"}
         if self.gossip_momentum:
