@@ -10,9 +10,9 @@ momentum in its other form, and the method is DiLoCo; over random pairs (`peers 
 whose momentum is of what the group has moved and not of what the replica itself has. Whatever W is, as long as its
 columns sum to one, the mean over replicas moves as DiLoCo's agreed parameters would with the same outer gradients.
 
-The paper's text was not at hand, nor is there public code. Its abstract says that it generalises the outer optimizer to
-gossip, which what stands above does to the last bit. A description by others takes the momentum from what a replica
-has before the mean is taken; then replicas would differ on the complete graph too, and it would not be DiLoCo there.
+The update is inferred from the paper's abstract, which says that it generalises the outer optimizer to gossip, as this
+one does to the last bit; no public code is known. A description by others takes the momentum from what a replica has
+before the mean is taken; then replicas would differ on the complete graph too, and it would not be DiLoCo there.
 
 What replicas differ by must fade where they compute nothing. Taking the mean over random groups is a projection P of it
 with E[P] = p, which is 1 - q of `noloco.differing`, and then, exactly, for any number of replicas,

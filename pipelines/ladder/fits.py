@@ -58,7 +58,7 @@ class Cell:
 
     @property
     def regime(self) -> Regime:
-        """What its pairs were."""
+        """The regime of its pairs: their number of seeds, rounds, and tokens per parameter and per replica and step."""
         step = self.tokens_per_replica_and_step
         return Regime(len(self.gaps), self.rounds, self.tokens_per_parameter, step)
 
@@ -271,7 +271,7 @@ def per_decade(fit: Fit, lines: tuple[NDArray[np.float64], NDArray[np.float64]])
 
 
 def several(cells: Sequence[Cell]) -> list[Cell]:
-    """Those cells that have more than one seed, of rows that have two such sizes: whose line has a band."""
+    """Return the cells of more than one seed whose rows have them at two sizes or more, so that a line has a band."""
     some = [cell for cell in cells if len(cell.gaps) > 1]
     sizes = {row: {cell.parameters for cell in some if cell.row == row} for row in {cell.row for cell in some}}
     return [cell for cell in some if len(sizes[cell.row]) > 1]

@@ -285,7 +285,7 @@ class _Asked(Exception):
 
 
 class _NoStore:
-    """What stands in for a store that nobody answers from."""
+    """Stands in for the store of elastic replicas: it ends a start at the first question that it is asked."""
 
     def write_once(self, name: str, text: str) -> NoReturn:
         raise _Asked

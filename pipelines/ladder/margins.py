@@ -59,7 +59,7 @@ class Judged:
 
     @property
     def is_above(self) -> bool:
-        """Whether the likely gap is above its margin, or the likely slope above 0; of what was not run it is not."""
+        """Tell whether the likely gap is above its margin, or the likely slope above 0; False where nothing was run."""
         return self.gap[0] > (0.0 if math.isnan(self.margin) else self.margin)
 
     def record(self) -> dict[str, Any]:

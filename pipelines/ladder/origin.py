@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Origin:
-    """Kept as origin.json beside the points.
+    """What points were made with, which is kept as origin.json beside them.
 
     python: its release. corpora: the digests of tokenizer and shards of each corpus; smoke: the same of the text that
     probes are trained on. probes: of each run the digests of its variants.
@@ -37,7 +37,10 @@ class Origin:
 
     @classmethod
     def here(cls, ladder: Ladder) -> Origin:
-        """What points would be made with here. Raises ConfigError where corpora or probes are missing."""
+        """Return what a point that is trained here would be made with.
+
+        Raises ConfigError where corpora or probes are missing.
+        """
         corpora = ladder.params["corpora"]
         files = {path.stem: path for path in sorted((ladder.build / "probes").glob("*.json"))}
         return cls(
@@ -49,7 +52,7 @@ class Origin:
 
     @classmethod
     def read(cls, results: Path) -> Origin | None:
-        """What is kept beside the points of a folder; None where nothing is."""
+        """Return what is kept beside the points of a folder; None where nothing is."""
         file = results / "origin.json"
         return cls(**json.loads(file.read_text())) if file.exists() else None
 
