@@ -17,7 +17,7 @@ import pandas as pd
 import yaml
 
 from pipelines.project import BUILD, ROOT, load_params
-from pipelines.report import markdown, read_claims, told
+from pipelines.report import in_prose, markdown, read_claims, told
 from pipelines.verdicts import FACTOR, MARGIN, OUTCOMES, Claim, judge
 
 SCALES = ("paper", "gpu", "laptop")
@@ -254,7 +254,7 @@ def ladder_headline() -> str:
         return ""
     there = several[several.parameters == several.parameters.max()].set_index("method")
     lost = [
-        f"{name} {_ranged(r.gap_pct, r.low_pct, r.high_pct)}"
+        f"{name} {in_prose(r.gap_pct, r.low_pct, r.high_pct)}"
         for row, name in LADDER_ROWS.items()
         if row in there.index
         for r in [there.loc[row]]
@@ -268,11 +268,6 @@ def ladder_headline() -> str:
     )
 
 
-def _ranged(middle: float, low: float, high: float) -> str:
-    """'+3.7 (0.8 to 6.6) %', as prose has it."""
-    return f"{middle:+.1f} ({low:.1f} to {high:.1f}) %"
-
-
 def _where_lost(size: int) -> str:
     """Say where in a sequence DiLoCo loses at a size; "" where that is not known of several pairs."""
     file, row = ROOT / "results" / "ladder" / "positions.csv", "diloco/m2"
@@ -280,7 +275,7 @@ def _where_lost(size: int) -> str:
     if (there := rows[(rows.method == row) & (rows.parameters == size) & (rows.pairs > 1)]).empty:
         return ""
     r = there.iloc[0]
-    first, last = (_ranged(*(r[f"{end}_{what}_pct"] for what in ("over", "low", "high"))) for end in ("first", "last"))
+    first, last = (in_prose(*(r[f"{end}_{what}_pct"] for what in ("over", "low", "high"))) for end in ("first", "last"))
     return f" {LADDER_ROWS[row]} loses {first} in the first {r.tokens} tokens of a sequence, {last} in the last."
 
 

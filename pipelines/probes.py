@@ -78,11 +78,16 @@ def _stamp(project: Project, corpus: str) -> Path:
     return folder.with_name(f"{folder.name}.sha256")
 
 
-def corpus_digest(folder: Path) -> str:
-    """Digest a prepared corpus: its tokenizer and the shards of all splits."""
+def corpus_digests(folder: Path) -> list[str]:
+    """Return the digests of a prepared corpus: of its tokenizer, and of the shards of all splits."""
     card = json.loads((folder / "card.json").read_text())
     shards = [shard["sha256"] for split in card["splits"].values() for shard in split["shards"]]
-    return hashlib.sha256("\n".join([card["tokenizer_sha256"], *shards]).encode()).hexdigest()
+    return [card["tokenizer_sha256"], *shards]
+
+
+def corpus_digest(folder: Path) -> str:
+    """Digest a prepared corpus: its tokenizer and the shards of all splits."""
+    return hashlib.sha256("\n".join(corpus_digests(folder)).encode()).hexdigest()
 
 
 def run_digest(folder: RunFolder) -> str:

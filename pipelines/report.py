@@ -68,6 +68,12 @@ def ranged(middle: float, low: float, high: float) -> str:
     return f"{middle:+.2f}" + ("" if math.isnan(low) else f" ({low:+.2f} to {high:+.2f})") + " %"
 
 
+def in_prose(middle: float, low: float, high: float, digits: int = 1) -> str:
+    """'+0.4 (0.2 to 0.6) %', as prose has a percentage and its interval; '+0.4 %' where that is NaN, of one seed."""
+    between = "" if math.isnan(low) else f" ({low:.{digits}f} to {high:.{digits}f})"
+    return f"{middle:+.{digits}f}{between} %"
+
+
 def read_claims(table: Path) -> list[Claim]:
     """The claims that a table's stage has written beside it."""
     path = table.with_suffix(".claims.json")
@@ -174,9 +180,7 @@ class Comparison:
 
     def over(self, a: Any, b: Any, digits: int = 1) -> str:
         """'+0.4 (0.2 to 0.6) %': how far the loss of `a` is above that of `b`, pair by pair; '+0.4 %' for one seed."""
-        gap, low, high = self.pairs(a, b).percent()
-        between = "" if math.isnan(low) else f" ({low:.{digits}f} to {high:.{digits}f})"
-        return f"{gap:+.{digits}f}{between} %"
+        return in_prose(*self.pairs(a, b).percent(), digits)
 
     def above(self, a: Any, b: Any) -> bool | None:
         """Tell whether the loss of `a` is higher (True) or lower (False) than that of `b`; None where it is not told.

@@ -28,7 +28,7 @@ from lowcomm.methods.schedule import Points
 from lowcomm.model.presets import PRESETS
 from lowcomm.settings import ConfigError, nearest
 from pipelines.ladder.origin import Origin
-from pipelines.probes import SCALE
+from pipelines.probes import SCALE, corpus_digests
 from pipelines.project import BUILD, ROOT
 from pipelines.settings import set_values
 
@@ -233,10 +233,9 @@ class Ladder:
         Raises ConfigError where it is missing.
         """
         folder = self.project.data_dir(name, rung)
-        if not (card := folder / "card.json").exists():
+        if not (folder / "card.json").exists():
             raise ConfigError(f"no corpus in {folder}: python -m pipelines.ladder prepare")
-        told = json.loads(card.read_text())
-        return [told["tokenizer_sha256"], *(s["sha256"] for part in told["splits"].values() for s in part["shards"])]
+        return corpus_digests(folder)
 
     def overrides(self, row: Row, rung: str, values: Values) -> dict[str, Any]:
         """The settings that values of lines are, as sections of `Project.run_config`.
