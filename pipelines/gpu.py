@@ -3,15 +3,18 @@
     make gpu-pack             where the ladder's corpus is: pack what the GPU's machine lacks into build/gpu (13 MB)
     make gpu                  there, with that folder: every part that this GPU has not done, one after the other
     python3 -m pipelines.gpu --parts points --minutes 9       some of them, in so much time
+    python3 -m pipelines.gpu --parts points --rungs 3.69M     the points of some rungs
 
-Parts, each of which adds its figures to results/gpu/<device>.json as soon as it is done:
+Parts, each of which adds its figures to results/gpu/<device>.json as soon as it is done. One that fails says so, and
+the others are done all the same:
 
 codecs    the fused kernels give the CPU's bytes and values, bit for bit; their speed as a share of a memory copy's
 offload   outer state in the CPU's memory, copied on a stream of its own: the same losses, less memory, which time
 ranks     two replicas as threads, as processes that share this GPU, and NCCL where there is a GPU for each
 speed     training steps in fp32 and bf16, eager and compiled: tokens/s, and their share of the device's matrix products
-points    points of the ladder that two cores would take days for: those of the rungs that plan.yaml has for a GPU. What
-          time leaves undone goes on from its checkpoint in the next call
+points    points of the ladder that two cores would take days for: those of the rungs that plan.yaml has for a GPU, as
+          many at once as half of the cores, since a single one leaves a GPU idle. What time leaves undone goes on from
+          its checkpoint in the next call
 
 It wants Python 3.11, torch 2.9 and numpy, pandas, PyYAML, tqdm and safetensors, all or later; no tokenizer and no data
 library. Without a GPU it runs on the CPU, at the sizes of --small, which is how it is tested.
@@ -32,7 +35,7 @@ import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +45,6 @@ import torch
 from lowcomm.codecs import make_codec
 from lowcomm.comm.start import default_device
 from lowcomm.cost.tables import markdown, si_bytes
-from lowcomm.experiment import SAVING_S
 from lowcomm.experiment.config import RunConfig
 from lowcomm.experiment.project import pick
 from lowcomm.experiment.run_folder import RunFolder
@@ -63,6 +65,17 @@ PACKED, RESULTS = BUILD / "gpu" / "ladder.tar.xz", ROOT / "results" / "gpu"
 
 
 @dataclasses.dataclass(frozen=True)
+class Speed:
+    """A model whose training steps are timed, their precision, and whether they are compiled."""
+
+    layers: int
+    dim: int
+    heads: int
+    precision: str = "bf16"
+    compiled: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
 class Sizes:
     """How much each part does.
 
@@ -71,9 +84,8 @@ class Sizes:
             matrices are multiplied.
         product: the rows and columns of these matrices, whose product says how fast the device is.
         rung: the rung of the ladder whose model the parts offload and ranks train. steps: for how many steps.
-        models: the layers, width and heads of each model whose speed is measured. batch, seq_len: the sequences of a
-            step, and their tokens.
-        arithmetic: the precision of these steps, and whether they are compiled.
+        speeds: what the speed of training is measured of. speed_steps: in how many steps. batch, seq_len: the
+            sequences of a step, and their tokens.
     """
 
     values: int
@@ -81,10 +93,10 @@ class Sizes:
     product: int
     rung: str
     steps: int
-    models: tuple[tuple[int, int, int], ...]
+    speeds: tuple[Speed, ...]
+    speed_steps: int
     batch: int
     seq_len: int
-    arithmetic: tuple[tuple[str, bool], ...]
 
 
 FULL = Sizes(
@@ -93,10 +105,17 @@ FULL = Sizes(
     product=8192,
     rung="35M",
     steps=60,
-    models=((6, 512, 8), (12, 1024, 16), (24, 2048, 16)),
-    batch=32,
+    speeds=(
+        Speed(6, 512, 8, "fp32"),
+        Speed(6, 512, 8),
+        Speed(6, 512, 8, compiled=True),
+        Speed(12, 1024, 16),
+        Speed(12, 1024, 16, compiled=True),
+        Speed(12, 2048, 16, compiled=True),
+    ),
+    speed_steps=24,
+    batch=16,
     seq_len=1024,
-    arithmetic=(("fp32", False), ("bf16", False), ("bf16", True)),
 )
 SMALL = Sizes(
     values=2**12,
@@ -104,22 +123,25 @@ SMALL = Sizes(
     product=64,
     rung="smoke",
     steps=12,
-    models=((2, 32, 2),),
+    speeds=(Speed(2, 32, 2, "fp32"), Speed(2, 32, 2)),
+    speed_steps=12,
     batch=4,
     seq_len=32,
-    arithmetic=(("fp32", False), ("bf16", False)),
 )
 
+#: Seconds that are kept for writing the checkpoints of points when time is up.
+STOPPING_S = 30
 #: Small floats that have fused kernels.
 CODECS = ("e3m0", "e2m1", "e4m3", "e5m2")
 
 
 @dataclasses.dataclass(frozen=True)
 class Bench:
-    """What all parts are given: sizes, the ladder, and the moment at which time is up."""
+    """What all parts are given: sizes, the ladder, the rungs whose points are trained, and when time is up."""
 
     sizes: Sizes
     ladder: Ladder
+    rungs: Sequence[str]
     until: float  # of time.monotonic
 
     @property
@@ -170,7 +192,8 @@ def offload(bench: Bench) -> dict[str, Any]:
     found = {}
     for name, offloaded in (("on the device", False), ("offloaded", True)):
         period = max(2, bench.sizes.steps // 3)
-        config = bench.run("streaming/h30", method={"offload_outer": offloaded, "sync_every_steps": period})
+        words = {"train": {"compile": False}, "method": {"offload_outer": offloaded, "sync_every_steps": period}}
+        config = bench.run("streaming/h30", **words)
         found[name] = _trained(bench, config)
     return found | {"bit_equal": len({run["val_loss"] for run in found.values()}) == 1}
 
@@ -238,41 +261,42 @@ def speed(bench: Bench) -> dict[str, Any]:
     seconds = statistics.median(taken for (taken,) in in_turns([lambda: a @ b], bench.sizes.calls, device))
     peak = 2 * n**3 / seconds
     found: dict[str, Any] = {"product_flops_per_second": peak, "models": []}
-    for layers, dim, heads in bench.sizes.models:
-        shape = {"layers": layers, "dim": dim, "heads": heads, "ffn_dim": 4 * dim, "seq_len": bench.sizes.seq_len}
-        for precision, compiled in bench.sizes.arithmetic:
-            train = {"precision": precision, "compile": compiled, "seq_len": bench.sizes.seq_len}
-            train |= {"global_batch": bench.sizes.batch, "eval_sequences": bench.sizes.batch}
-            config = bench.run("data_parallel/batch", model=shape, train=train)
-            run = _trained(bench, config)
-            flops = training_flops(config.model, bench.sizes.batch, bench.sizes.seq_len)
-            row = {"parameters": parameters(config.model).total, "precision": precision, "compiled": compiled}
-            row |= {"tokens_per_second": bench.sizes.batch * bench.sizes.seq_len / run["step_seconds"]}
-            row |= {"share_of_product": flops / run["step_seconds"] / peak, **run}
-            found["models"].append(row)
+    for timed in bench.sizes.speeds:
+        shape = {"layers": timed.layers, "dim": timed.dim, "heads": timed.heads, "ffn_dim": 4 * timed.dim}
+        train = {"precision": timed.precision, "compile": timed.compiled, "seq_len": bench.sizes.seq_len}
+        train |= {"global_batch": bench.sizes.batch, "eval_sequences": bench.sizes.batch}
+        train |= {"steps": bench.sizes.speed_steps}
+        config = bench.run("data_parallel/batch", model=shape | {"seq_len": bench.sizes.seq_len}, train=train)
+        run = _trained(bench, config)
+        flops = training_flops(config.model, bench.sizes.batch, bench.sizes.seq_len)
+        row = {"parameters": parameters(config.model).total}
+        row |= {"precision": timed.precision, "compiled": timed.compiled}
+        row |= {"tokens_per_second": bench.sizes.batch * bench.sizes.seq_len / run["step_seconds"]}
+        row |= {"share_of_product": flops / run["step_seconds"] / peak, **run}
+        found["models"].append(row)
     return found
 
 
 def points(bench: Bench) -> dict[str, Any]:
-    """Train points of the ladder's rungs for a GPU until time is up; they are kept as all of the ladder's are."""
-    ladder, left = bench.ladder, bench.until - time.monotonic() - SAVING_S
+    """Train points of the ladder until time is up, rung after rung; they are kept as all of the ladder's are."""
+    ladder, left = bench.ladder, bench.until - time.monotonic() - STOPPING_S
 
     def ring(*_: object) -> None:
         raise Stopped("time is up")
 
-    rungs = [name for name, rung in ladder.plan.rungs.items() if rung.gpu]
     if left > 0:
         before = signal.signal(signal.SIGALRM, ring)
         signal.setitimer(signal.ITIMER_REAL, left)
         try:
             with Workers() as workers:
-                for rung in rungs:
+                for rung in bench.rungs:
                     train(ladder, rung, workers)
         except Stopped as stopped:
             print(stopped, flush=True)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
+    rungs = [name for name, rung in ladder.plan.rungs.items() if rung.gpu or name in bench.rungs]
     done = {rung: [point.read() is not None for point in ladder.results_at(rung)] for rung in rungs}
     return {rung: {"done": sum(some), "of": len(some)} for rung, some in done.items()}
 
@@ -389,29 +413,39 @@ def main(argv: list[str] | None = None, ladder: Ladder = LADDER, packed: Path = 
     parser = argparse.ArgumentParser(prog="python -m pipelines.gpu", description=__doc__.split("\n")[0])
     parser.add_argument("what", nargs="?", choices=("run", "pack", "page"), default="run")
     parser.add_argument("--parts", default=",".join(PARTS), help="some of %(default)s")
+    parser.add_argument("--rungs", help="of plan.yaml, whose points are trained (default: those for a GPU)")
     parser.add_argument("--minutes", type=float, default=9.0, help="for all of them (default: %(default)s)")
     parser.add_argument("--small", action="store_true", help="sizes that say nothing: that all of it runs")
-    args = parser.parse_args(argv)
+    args, failed = parser.parse_args(argv), False
     try:
         if args.what == "run":
             asked = args.parts.split(",")
             for name in asked:
                 pick(PARTS, name, "part")
+            plan = ladder.plan.rungs
+            rungs = args.rungs.split(",") if args.rungs else [name for name, rung in plan.items() if rung.gpu]
+            for name in rungs:
+                pick(plan, name, "rung")
             unpack(ladder, packed)
             sizes = SMALL if args.small or default_device().type == "cpu" else FULL
-            _run(asked, Bench(sizes, ladder, time.monotonic() + 60 * args.minutes), results, args.small)
+            bench = Bench(sizes, ladder, rungs, time.monotonic() + 60 * args.minutes)
+            failed = _run(asked, bench, results, args.small)
         elif args.what == "pack":
             pack(ladder, packed)
         if args.what != "pack":
             (results / "README.md").write_text(page(results))
-    except (ConfigError, RuntimeError) as error:
+    except ConfigError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
-    return 0
+    return int(failed)
 
 
-def _run(asked: list[str], bench: Bench, results: Path, redo: bool) -> None:
-    """Run parts that this device has not done, and keep what each found at once. Points go on in any case."""
+def _run(asked: list[str], bench: Bench, results: Path, redo: bool) -> bool:
+    """Run parts that this device has not done, and keep what each found at once. Points go on in any case.
+
+    Returns whether one of them has failed.
+    """
+    failed = False
     file = results / f"{device_name().replace(' ', '-')}.json"
     told: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"parts": {}}
     told |= {"device": device_name(), "python": platform.python_version(), "torch": torch.__version__}
@@ -425,9 +459,15 @@ def _run(asked: list[str], bench: Bench, results: Path, redo: bool) -> None:
             print(f"{name}: no time is left", flush=True)
             continue
         begin = time.perf_counter()
-        told["parts"][name] = PARTS[name](bench)
+        try:
+            told["parts"][name] = PARTS[name](bench)
+        except Exception as error:  # a device that cannot do one part may do the others
+            print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            failed = True
+            continue
         file.write_text(json.dumps(told, indent=1) + "\n")
         print(f"{name}: {time.perf_counter() - begin:.0f} s", flush=True)
+    return failed
 
 
 if __name__ == "__main__":

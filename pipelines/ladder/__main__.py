@@ -2,9 +2,10 @@
 
     python -m pipelines.ladder prepare        prepare its corpus, and train its probes; with "headline" after it, those
                                               of the headline's rows alone
-    python -m pipelines.ladder tune 0.12M     tune all rows of a rung
-    python -m pipelines.ladder train 0.12M    train its results, with what tuning found
-    python -m pipelines.ladder predict 1.05M  register what is expected of a rung, before it has a point
+    python -m pipelines.ladder tune 0.12M     tune all rows of a rung, or those that are named after it
+    python -m pipelines.ladder train 0.12M    train its results with what tuning found, or those of the rows named
+    python -m pipelines.ladder predict 1.05M  register what is expected of a rung, or of the rows named, before they
+                                              have a point there
     python -m pipelines.ladder predict published    and of the papers' smallest sizes
     python -m pipelines.ladder list           say what is done
     python -m pipelines.ladder headline       train the headline's points anew, into build/ladder/headline
@@ -65,13 +66,18 @@ def link_rungs(ladder: Ladder) -> None:
                 link.symlink_to(folder)
 
 
-def train(ladder: Ladder, rung: str, workers: Workers) -> None:
-    """Train all results of a rung that are not done, the headline's rows first; remove those that the plan has not."""
-    points = ladder.results_at(rung)
+def train(ladder: Ladder, rung: str, workers: Workers, rows: Collection[str] = ()) -> None:
+    """Train the results of a rung that are not done, the headline's rows first; remove those that the plan has not.
+
+    rows: those to train, all by default; then nothing is removed.
+    """
+    points = ladder.results_at(rung, rows)
     first = ladder.plan.headline[1]
     todo = sorted((p for p in points if p.read() is None), key=lambda p: p.row.name not in first)
     print(f"{rung}: {len(points) - len(todo)} of {len(points)} points are done", flush=True)
     one_by_one(todo, workers)
+    if rows:
+        return
     folder = ladder.results / "points" / rung
     for file in sorted(set(folder.rglob("*.json")) - {point.file for point in points}):
         print(f"{file.relative_to(folder)} is no point of the plan any more: removed")
@@ -99,6 +105,7 @@ def main(argv: list[str] | None = None, ladder: Ladder = LADDER) -> int:
     parser = argparse.ArgumentParser(prog="python -m pipelines.ladder", description=__doc__.split("\n")[0])
     parser.add_argument("what", choices=("prepare", "tune", "train", "predict", "list", "headline"))
     parser.add_argument("rung", nargs="?", help="of plan.yaml, for tune, train and predict")
+    parser.add_argument("rows", nargs="*", metavar="row", help="some rows of the rung; all by default")
     args = parser.parse_args(argv)
     headline = args.what == "headline" or (args.what, args.rung) == ("prepare", "headline")
     rung = None if headline else args.rung
@@ -109,18 +116,20 @@ def main(argv: list[str] | None = None, ladder: Ladder = LADDER) -> int:
             print(listed(ladder))
             return 0
         if rung is not None and (args.what, rung) != ("predict", PUBLISHED):
+            for row in args.rows:
+                pick(pick(ladder.plan.rungs, rung, "rung").rows, row, f"row of {rung}")
             pick(ladder.plan.rungs, rung, "rung")
         if args.what == "predict":
             from pipelines.ladder.fits import register  # with what draws tables, which training does without
 
-            told = "registered" if register(ladder, rung) else "they stand as they were registered before"
+            told = "registered" if register(ladder, rung, args.rows) else "they stand as they were registered before"
             print(f"predictions of {rung}: {told}")
             return 0
         begin = time.perf_counter()
         prepare(ladder, ladder.plan.headline[1] if headline else None)
         with Workers() as workers:
             if rung is not None:
-                {"tune": tune, "train": train}[args.what](ladder, rung, workers)
+                {"tune": tune, "train": train}[args.what](ladder, rung, workers, args.rows)
             elif args.what == "headline":
                 retrain(ladder, workers)
         if ladder is LADDER and headline:

@@ -355,11 +355,19 @@ def read_predictions(ladder: Ladder) -> dict[str, Any]:
     return yaml.safe_load(file.read_text()) if file.exists() else {}
 
 
-def register(ladder: Ladder, what: str) -> bool:
+def register(ladder: Ladder, what: str, asked: Collection[str] = ()) -> bool:
     """Add to predictions.yaml what is expected of a rung, or (`PUBLISHED`) at the papers' sizes that plan.yaml names.
 
-    What has been registered of a row stays as it is; False is returned where that is so of all. Raises ConfigError for
-    a row that has points there, as what is known is not predicted, and where a smaller rung has no pairs of a row.
+    What has been registered of a row stays as it is; False is returned where that is so of all.
+
+    Args:
+        ladder: whose points are read.
+        what: the name of a rung, or `PUBLISHED`.
+        asked: the rows of which something is expected, all by default.
+
+    Raises:
+        ConfigError: a row has points there already, as what is known is not predicted; or a smaller rung has no pairs
+            of it.
     """
     plan, told = ladder.plan, read_predictions(ladder)
     if what == PUBLISHED:
@@ -371,7 +379,7 @@ def register(ladder: Ladder, what: str) -> bool:
     missing = {
         name: new
         for name, some in rows.items()
-        if (new := [row for row in some if row not in told.get(name, {}).get("rows", {})])
+        if (new := [row for row in some if row in (asked or some) and row not in told.get(name, {}).get("rows", {})])
     }
     if not missing:
         return False

@@ -7,11 +7,12 @@ walks going at once, and so that tests can walk over a loss in closed form.
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from typing import Any
 
 import yaml
 
+from lowcomm.experiment.project import pick
 from lowcomm.settings import ConfigError
 from pipelines.ladder.plan import Ladder, Line, Plan, Point, Row, Values
 from pipelines.ladder.workers import Task, Workers
@@ -67,13 +68,25 @@ def _is_allowed(point: Point) -> bool:
         return False
 
 
-def tune(ladder: Ladder, rung: str, workers: Workers) -> dict[str, dict[str, Any]]:
-    """Tune all rows of a rung and write what was found: of each row its values, its loss, and how many trials it took.
+def tune(ladder: Ladder, rung: str, workers: Workers, rows: Collection[str] = ()) -> dict[str, dict[str, Any]]:
+    """Tune the rows of a rung and return what was found: of each row its values, its loss, and how many trials it took.
+
+    What is found of a row is written at once, beside what had been found of others.
 
     A row begins with the better of two: what was found for it at the rung below, and what was found for its parent
     here. A row without lines takes its parent's as it is. Where a walk comes to settings that are refused (a pull
-    beyond its bound, say) it turns back. Raises ConfigError for a rung that takes what was found at another, and where
-    a row begins with settings that are refused.
+    beyond its bound, say) it turns back.
+
+    Args:
+        ladder: whose plan it is.
+        rung: where to tune.
+        workers: who trains the trials.
+        rows: some rows of the rung, each of which begins from another of them or from one that has been tuned; by
+            default all of them.
+
+    Raises:
+        ConfigError: the rung takes what was found at another, a row is none of the rung's, its parent has not been
+            tuned, or it begins with settings that are refused.
     """
     plan = ladder.plan
     there = plan.rungs[rung]
@@ -81,16 +94,29 @@ def tune(ladder: Ladder, rung: str, workers: Workers) -> dict[str, dict[str, Any
         raise ConfigError(f"rung {rung} takes what was found at {there.tuned_at}: nothing is tuned at it")
     rung_below = plan.rung_below(rung)
     known = ladder.read_tuned(rung_below) if rung_below else {}
+    asked = list(rows) or there.rows
+    starts = {name: plan.rows[pick(there.rows, name, f"row of {rung}")].start for name in asked}
+    before = ladder.read_tuned(rung) if ladder.tuned_file(rung).exists() else {}
     found: dict[str, dict[str, Any]] = {}
+    for name, start in starts.items():
+        if start and start not in starts and start not in before:
+            raise ConfigError(f"{name} begins from {start}, which has not been tuned at {rung}: name both")
 
     def children(name: str) -> list[Task]:
-        return [walk(plan.rows[child]) for child in there.rows if plan.rows[child].start == name]
+        return [walk(plan.rows[child]) for child, start in starts.items() if start == name]
+
+    def keep() -> None:
+        """Write what is known of rows that the plan has, in its order."""
+        both = before | found
+        file = ladder.tuned_file(rung)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(yaml.safe_dump({name: both[name] for name in there.rows if name in both}, sort_keys=False))
 
     def walk(row: Row) -> Task:
-        below, parent = known.get(row.name), found.get(row.start)
+        below, parent = known.get(row.name), found.get(row.start, before.get(row.start))
         if row.lines:
-            starts = [entry["values"] for entry in (below, parent) if entry] or [{}]
-            steps, files = walk_row(plan, row, starts), set()
+            begun = [entry["values"] for entry in (below, parent) if entry] or [{}]
+            steps, files = walk_row(plan, row, begun), set()
             values = next(steps)
             try:
                 while True:
@@ -106,11 +132,8 @@ def tune(ladder: Ladder, rung: str, workers: Workers) -> dict[str, dict[str, Any
             found[row.name] = {"values": best, "tuning_loss": loss, "trials": len(files)}
         else:
             found[row.name] = {"values": dict(parent["values"]) if parent else {}, "trials": 0}
+        keep()
         return children(row.name)
 
-    workers.run(children(""))
-    ordered = {name: found[name] for name in there.rows}
-    file = ladder.tuned_file(rung)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(yaml.safe_dump(ordered, sort_keys=False))
-    return ordered
+    workers.run([walk(plan.rows[name]) for name, start in starts.items() if start not in starts])
+    return {name: found[name] for name in there.rows if name in found}
