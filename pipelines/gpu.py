@@ -3,7 +3,7 @@
     make gpu-pack             where the ladder's corpus is: pack what the GPU's machine lacks into build/gpu (13 MB)
     make gpu                  there, with that folder: every part that this GPU has not done, one after the other
     python3 -m pipelines.gpu --parts points --minutes 9       some of them, in so much time
-    python3 -m pipelines.gpu --parts points --rungs 3.69M     the points of some rungs
+    python3 -m pipelines.gpu --parts points --rungs 3.69M --rows diloco/m2,noloco/m4       points of some rungs and rows
 
 Parts, each of which adds its figures to results/gpu/<device>.json as soon as it is done. One that fails says so, and
 the others are done all the same:
@@ -137,11 +137,15 @@ CODECS = ("e3m0", "e2m1", "e4m3", "e5m2")
 
 @dataclasses.dataclass(frozen=True)
 class Bench:
-    """What all parts are given: sizes, the ladder, the rungs whose points are trained, and when time is up."""
+    """What all parts are given: sizes, the ladder, the rungs and rows of points to train, and when time is up.
+
+    No rows are all that a rung has.
+    """
 
     sizes: Sizes
     ladder: Ladder
     rungs: Sequence[str]
+    rows: Sequence[str]
     until: float  # of time.monotonic
 
     @property
@@ -290,14 +294,13 @@ def points(bench: Bench) -> dict[str, Any]:
         try:
             with Workers() as workers:
                 for rung in bench.rungs:
-                    train(ladder, rung, workers)
+                    train(ladder, rung, workers, bench.rows)
         except Stopped as stopped:
             print(stopped, flush=True)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
-    rungs = [name for name, rung in ladder.plan.rungs.items() if rung.gpu or name in bench.rungs]
-    done = {rung: [point.read() is not None for point in ladder.results_at(rung)] for rung in rungs}
+    done = {r: [point.read() is not None for point in ladder.results_at(r, bench.rows)] for r in bench.rungs}
     return {rung: {"done": sum(some), "of": len(some)} for rung, some in done.items()}
 
 
@@ -414,6 +417,7 @@ def main(argv: list[str] | None = None, ladder: Ladder = LADDER, packed: Path = 
     parser.add_argument("what", nargs="?", choices=("run", "pack", "page"), default="run")
     parser.add_argument("--parts", default=",".join(PARTS), help="some of %(default)s")
     parser.add_argument("--rungs", help="of plan.yaml, whose points are trained (default: those for a GPU)")
+    parser.add_argument("--rows", help="of these rungs, whose points are trained (default: all)")
     parser.add_argument("--minutes", type=float, default=9.0, help="for all of them (default: %(default)s)")
     parser.add_argument("--small", action="store_true", help="sizes that say nothing: that all of it runs")
     args, failed = parser.parse_args(argv), False
@@ -422,13 +426,14 @@ def main(argv: list[str] | None = None, ladder: Ladder = LADDER, packed: Path = 
             asked = args.parts.split(",")
             for name in asked:
                 pick(PARTS, name, "part")
-            plan = ladder.plan.rungs
-            rungs = args.rungs.split(",") if args.rungs else [name for name, rung in plan.items() if rung.gpu]
+            those = [name for name, rung in ladder.plan.rungs.items() if rung.gpu]
+            rungs = args.rungs.split(",") if args.rungs else those
+            rows = args.rows.split(",") if args.rows else []
             for name in rungs:
-                pick(plan, name, "rung")
+                ladder.plan.check(name, rows)
             unpack(ladder, packed)
             sizes = SMALL if args.small or default_device().type == "cpu" else FULL
-            bench = Bench(sizes, ladder, rungs, time.monotonic() + 60 * args.minutes)
+            bench = Bench(sizes, ladder, rungs, rows, time.monotonic() + 60 * args.minutes)
             failed = _run(asked, bench, results, args.small)
         elif args.what == "pack":
             pack(ladder, packed)

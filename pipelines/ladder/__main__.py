@@ -22,7 +22,6 @@ import sys
 import time
 from collections.abc import Collection
 
-from lowcomm.experiment.project import pick
 from lowcomm.settings import ConfigError
 from pipelines.ladder.headline import retrain
 from pipelines.ladder.origin import keep_origin
@@ -116,9 +115,7 @@ def main(argv: list[str] | None = None, ladder: Ladder = LADDER) -> int:
             print(listed(ladder))
             return 0
         if rung is not None and (args.what, rung) != ("predict", PUBLISHED):
-            for row in args.rows:
-                pick(pick(ladder.plan.rungs, rung, "rung").rows, row, f"row of {rung}")
-            pick(ladder.plan.rungs, rung, "rung")
+            ladder.plan.check(rung, args.rows)
         if args.what == "predict":
             from pipelines.ladder.fits import register  # with what draws tables, which training does without
 

@@ -122,6 +122,12 @@ class Plan:
     #: The size of a paper at which a row's gap is predicted, as a name of `presets.PRESETS`.
     published: Mapping[str, str] = field(default_factory=dict)
 
+    def check(self, rung: str, rows: Collection[str] = ()) -> None:
+        """Raise ConfigError for a name of no rung, or of no row of that rung."""
+        there = pick(self.rungs, rung, "rung")
+        for name in rows:
+            pick(there.rows, name, f"row of {rung}")
+
     def rung_below(self, rung: str) -> str | None:
         """The rung before one that is tuned too; None for the first."""
         tuned = [name for name, r in self.rungs.items() if r.tuned_at == name]

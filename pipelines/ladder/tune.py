@@ -12,7 +12,6 @@ from typing import Any
 
 import yaml
 
-from lowcomm.experiment.project import pick
 from lowcomm.settings import ConfigError
 from pipelines.ladder.plan import Ladder, Line, Plan, Point, Row, Values
 from pipelines.ladder.workers import Task, Workers
@@ -94,8 +93,8 @@ def tune(ladder: Ladder, rung: str, workers: Workers, rows: Collection[str] = ()
         raise ConfigError(f"rung {rung} takes what was found at {there.tuned_at}: nothing is tuned at it")
     rung_below = plan.rung_below(rung)
     known = ladder.read_tuned(rung_below) if rung_below else {}
-    asked = list(rows) or there.rows
-    starts = {name: plan.rows[pick(there.rows, name, f"row of {rung}")].start for name in asked}
+    plan.check(rung, rows)
+    starts = {name: plan.rows[name].start for name in rows or there.rows}
     before = ladder.read_tuned(rung) if ladder.tuned_file(rung).exists() else {}
     found: dict[str, dict[str, Any]] = {}
     for name, start in starts.items():
