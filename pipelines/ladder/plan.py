@@ -126,7 +126,7 @@ class Plan:
         """Raise ConfigError for a name of no rung, or of no row of that rung."""
         there = pick(self.rungs, rung, "rung")
         for name in rows:
-            pick(there.rows, name, f"row of {rung}")
+            pick(dict.fromkeys(there.rows), name, f"row of {rung}")
 
     def rung_below(self, rung: str) -> str | None:
         """The rung before one that is tuned too; None for the first."""
