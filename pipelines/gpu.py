@@ -129,6 +129,8 @@ SMALL = Sizes(
     seq_len=32,
 )
 
+#: Settings of runs of few steps, at a rate that suits all sizes.
+SHORT = {"lr": 0.001, "warmup_steps": 1, "eval_every": 0}
 #: Seconds that are kept for writing the checkpoints of points when time is up.
 STOPPING_S = 30
 #: Small floats that have fused kernels.
@@ -160,7 +162,7 @@ class Bench:
     def run(self, name: str, **override: Any) -> RunConfig:
         """Return a run of the ladder ("diloco/m2") at this size and length; sections are overridden."""
         run, _, variant = name.partition("/")
-        train = {"steps": self.sizes.steps, "warmup_steps": 1, "eval_every": 0} | override.pop("train", {})
+        train = {"steps": self.sizes.steps, **SHORT} | override.pop("train", {})
         return self.ladder.project.run_config(run, variant=variant, scale=self.sizes.rung, train=train, **override)
 
 
@@ -245,7 +247,7 @@ def _under_torchrun(bench: Bench, run: str, variant: str, count: int, backend: s
     with tempfile.TemporaryDirectory() as out:
         command = torchrun_command(count, "lowcomm.train", run, "--variant", variant, "--scale", bench.sizes.rung)
         command += ["--project", str(bench.ladder.folder), "--data", str(bench.data), "--out", f"{out}/run"]
-        settings = {"train.steps": bench.sizes.steps, "train.warmup_steps": 1, "train.eval_every": 0}
+        settings = {f"train.{key}": value for key, value in SHORT.items()} | {"train.steps": bench.sizes.steps}
         settings |= {"train.compile": "false", "method.sync_every_steps": 2, "comm.backend": backend}
         command += [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}

@@ -107,10 +107,10 @@ class Trainer:
             )
         if config.train.compile:
             torch.compiler.reset()  # what an earlier run in this process compiled must not decide what this one does
-        if world.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(world.device)
         m, t = config.method, config.train
         self.model = initial_model(config).cut(world.stage, world.stages).to(world.device)
+        if world.device.type == "cuda":  # which is in use from here on
+            torch.cuda.reset_peak_memory_stats(world.device)
         self.model.recompute = t.recompute
         sliced: dict[str, Tensor] = {}
         self.slice = self.replica % m.slices
