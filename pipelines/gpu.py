@@ -10,6 +10,7 @@ the others are done all the same:
 
 codecs    the fused kernels give the CPU's bytes and values, bit for bit; their speed as a share of a memory copy's
 offload   outer state in the CPU's memory, copied on a stream of its own: the same losses, less memory, which time
+graph     passes of a small model launched kernel by kernel, and replayed as a graph: the same losses, in which time
 ranks     two replicas as threads, as processes that share this GPU, and NCCL where there is a GPU for each
 speed     training steps in fp32 and bf16, eager and compiled: tokens/s, and their share of the device's matrix products
 points    points of the ladder that two cores would take days for: those of the rungs that plan.yaml has for a GPU, as
@@ -84,6 +85,7 @@ class Sizes:
             matrices are multiplied.
         product: the rows and columns of these matrices, whose product says how fast the device is.
         rung: the rung of the ladder whose model the parts offload and ranks train. steps: for how many steps.
+        small: the rung whose model the part graph trains. small_steps: for how many steps.
         speeds: what the speed of training is measured of. speed_steps: in how many steps. batch, seq_len: the
             sequences of a step, and their tokens.
     """
@@ -93,6 +95,8 @@ class Sizes:
     product: int
     rung: str
     steps: int
+    small: str
+    small_steps: int
     speeds: tuple[Speed, ...]
     speed_steps: int
     batch: int
@@ -105,6 +109,8 @@ FULL = Sizes(
     product=8192,
     rung="35M",
     steps=60,
+    small="1.05M",
+    small_steps=200,
     speeds=(
         Speed(6, 512, 8, "fp32"),
         Speed(6, 512, 8),
@@ -123,6 +129,8 @@ SMALL = Sizes(
     product=64,
     rung="smoke",
     steps=12,
+    small="smoke",
+    small_steps=12,
     speeds=(Speed(2, 32, 2, "fp32"), Speed(2, 32, 2)),
     speed_steps=12,
     batch=4,
@@ -159,11 +167,12 @@ class Bench:
         """The folder of the ladder's corpus."""
         return self.ladder.project.data_dir(next(iter(self.ladder.params["corpora"])), self.sizes.rung)
 
-    def run(self, name: str, **override: Any) -> RunConfig:
-        """Return a run of the ladder ("diloco/m2") at this size and length; sections are overridden."""
+    def run(self, name: str, *, rung: str = "", **override: Any) -> RunConfig:
+        """Return a run of the ladder ("diloco/m2") at this size, or a rung's, and length; sections are overridden."""
         run, _, variant = name.partition("/")
         train = {"steps": self.sizes.steps, **SHORT} | override.pop("train", {})
-        return self.ladder.project.run_config(run, variant=variant, scale=self.sizes.rung, train=train, **override)
+        scale = rung or self.sizes.rung
+        return self.ladder.project.run_config(run, variant=variant, scale=scale, train=train, **override)
 
 
 def codecs(bench: Bench) -> dict[str, Any]:
@@ -201,6 +210,15 @@ def offload(bench: Bench) -> dict[str, Any]:
         words = {"train": {"compile": False}, "method": {"offload_outer": offloaded, "sync_every_steps": period}}
         config = bench.run("streaming/h30", **words)
         found[name] = _trained(bench, config)
+    return found | {"bit_equal": len({run["val_loss"] for run in found.values()}) == 1}
+
+
+def graph(bench: Bench) -> dict[str, Any]:
+    """Train a small model, two replicas in threads, with its passes launched kernel by kernel and as a CUDA graph."""
+    found = {}
+    for name, is_graph in (("kernel by kernel", False), ("as a graph", True)):
+        train = {"cuda_graph": is_graph, "steps": bench.sizes.small_steps}
+        found[name] = _trained(bench, bench.run("diloco/m2", rung=bench.sizes.small, train=train))
     return found | {"bit_equal": len({run["val_loss"] for run in found.values()}) == 1}
 
 
@@ -271,7 +289,7 @@ def speed(bench: Bench) -> dict[str, Any]:
         shape = {"layers": timed.layers, "dim": timed.dim, "heads": timed.heads, "ffn_dim": 4 * timed.dim}
         train = {"precision": timed.precision, "compile": timed.compiled, "seq_len": bench.sizes.seq_len}
         train |= {"global_batch": bench.sizes.batch, "eval_sequences": bench.sizes.batch}
-        train |= {"steps": bench.sizes.speed_steps}
+        train |= {"steps": bench.sizes.speed_steps, "cuda_graph": False}
         config = bench.run("data_parallel/batch", model=shape | {"seq_len": bench.sizes.seq_len}, train=train)
         run = _trained(bench, config)
         flops = training_flops(config.model, bench.sizes.batch, bench.sizes.seq_len)
@@ -307,7 +325,7 @@ def points(bench: Bench) -> dict[str, Any]:
 
 
 PARTS: dict[str, Callable[[Bench], dict[str, Any]]] = {
-    part.__name__: part for part in (codecs, offload, ranks, speed, points)
+    part.__name__: part for part in (codecs, offload, graph, ranks, speed, points)
 }
 
 
@@ -377,7 +395,7 @@ def _shown_runs(found: dict[str, Any]) -> list[str]:
         {
             "": name,
             "validation loss": f"{row['val_loss']:.6f}",
-            "seconds per step": f"{row['step_seconds']:.4g}" if "step_seconds" in row else "",
+            "ms per step": f"{1000 * row['step_seconds']:.4g}" if "step_seconds" in row else "",
             "peak memory": si_bytes(row["peak_memory_bytes"]),
         }
         for name, row in found.items()
@@ -407,6 +425,7 @@ def _shown_points(found: dict[str, Any]) -> list[str]:
 SHOWN = {
     "codecs": _shown_codecs,
     "offload": _shown_runs,
+    "graph": _shown_runs,
     "ranks": _shown_runs,
     "speed": _shown_speed,
     "points": _shown_points,

@@ -91,14 +91,15 @@ def there(here: Path, *words: str) -> str:
 
 
 def test_every_part_runs_with_nothing_to_install_and_is_done_once(here: Path) -> None:
-    said = there(here, "--small", "--parts", "codecs,offload,ranks,speed")
-    assert [line.split(":")[0] for line in said.splitlines()][-4:] == ["codecs", "offload", "ranks", "speed"]
+    said = there(here, "--small", "--parts", "codecs,offload,graph,ranks,speed")
+    assert [line.split(":")[0] for line in said.splitlines()][-5:] == ["codecs", "offload", "graph", "ranks", "speed"]
     (file,) = (here / "gpu").glob("*.json")
     told = json.loads(file.read_text())
     assert told["small"]
     found = told["parts"]
     assert all(row["bit_equal"] for row in found["codecs"].values())
     assert found["offload"]["bit_equal"]
+    assert found["graph"]["bit_equal"]
     assert found["ranks"]["bit_equal"]
     assert found["ranks"]["processes"]["ranks"] == 2
     timed = [(row["precision"], row["compiled"]) for row in found["speed"]["models"]]

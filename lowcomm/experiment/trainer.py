@@ -19,6 +19,7 @@ from lowcomm.experiment.batches import TokenData, differences
 from lowcomm.experiment.config import RunConfig
 from lowcomm.experiment.inner import inner_optimizer, set_learning_rate
 from lowcomm.methods.boundary import make_boundary
+from lowcomm.methods.captured import CapturedModel
 from lowcomm.methods.config import BoundaryConfig
 from lowcomm.methods.elastic import ElasticUpdates
 from lowcomm.methods.engine import Engine, Evaluated, weight_spread
@@ -75,6 +76,13 @@ def saved_model(config: RunConfig, weights: Path) -> Decoder:
             raise ConfigError(f"{weights}: {name} is {shapes[0]}, but {shapes[1]} in the model of the configuration")
         wanted[name].copy_(there[name])
     return model
+
+
+def may_be_captured(config: RunConfig, device: torch.device) -> bool:
+    """Tell whether the passes of a step are captured as a CUDA graph: each step must do the same on the same memory."""
+    t, m = config.train, config.method
+    changes = m.trainable == "next_fragment" or m.input_gradients != "all" or m.exchange == "fsdp" or t.recompute
+    return device.type == "cuda" and t.cuda_graph and t.accumulation == 1 and not changes
 
 
 def _below(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -140,7 +148,13 @@ class Trainer:
         maybe_compiled = torch.compile if t.compile else lambda f: f
         common = {"autocast": self._autocast, "micro_batches": t.accumulation, "watch": self.subspace.watch}
         if boundary is None:
-            self.passes = WholeModel(world, losses=maybe_compiled(self.model.losses), **common)
+            losses = maybe_compiled(self.model.losses)
+            if may_be_captured(config, world.device):
+                probes = [] if self.model.probe is None else [self.model.probe]
+                leaves = [*self.model.parameters(), *self.trained.values(), *probes]
+                self.passes = CapturedModel(world, losses=losses, leaves=leaves, **common)
+            else:
+                self.passes = WholeModel(world, losses=losses, **common)
         else:
             some_compress = m.boundary.replicas > 0  # what is agreed need not keep to what crosses between stages
             self.passes = Pipeline(

@@ -63,14 +63,18 @@ class WholeModel:
 
     def train(self, step: int, batch: Callable[[int], Tensor]) -> list[Tensor]:
         """Forward and backward of one step, as `Pipeline.train`."""
-        count, entropies = self.micro_batches, []
-        for part in batch(self.world.replica).chunk(count):
-            with self.autocast():
-                loss, entropy = self.losses(part[:, :-1], part[:, 1:])
-            (loss / count if count > 1 else loss).backward()
+        entropies = []
+        for part in batch(self.world.replica).chunk(self.micro_batches):
+            entropies.append(self.both_passes(part))
             self.watch()
-            entropies.append(entropy.detach())
         return entropies
+
+    def both_passes(self, tokens: Tensor) -> Tensor:
+        """Forward and backward of a micro-batch [B, T + 1]; returns its cross-entropy."""
+        with self.autocast():
+            loss, entropy = self.losses(tokens[:, :-1], tokens[:, 1:])
+        (loss / self.micro_batches if self.micro_batches > 1 else loss).backward()
+        return entropy.detach()
 
     @torch.no_grad()
     def evaluate(self, tokens: Tensor) -> Tensor | None:

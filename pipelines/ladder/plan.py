@@ -340,6 +340,12 @@ def base_of(row: str, configs: Mapping[str, RunConfig]) -> str:
     return bases[batch, steps]
 
 
+def _deciding(settings: dict[str, Any]) -> dict[str, Any]:
+    """Those settings that decide the outcome: not links, checkpoints and how often rows are written."""
+    found = {name: section for name, section in settings.items() if name not in ("comm", "checkpoint")}
+    return found | {"train": {name: value for name, value in found["train"].items() if name != "log_every"}}
+
+
 @dataclass(frozen=True)
 class Point:
     """A run of a ladder with all its settings: a trial or a result.
@@ -390,7 +396,7 @@ class Point:
         """
         name = self.config.data.corpus
         told = {
-            "settings": {k: v for k, v in set_values(self.config).items() if k not in ("comm", "checkpoint")},
+            "settings": _deciding(set_values(self.config)),
             "corpus": origin.corpora[name] if (origin := self.ladder.origin) else self.ladder.corpus(name, self.rung),
             "probe": self.ladder.probe(self.row),
         }

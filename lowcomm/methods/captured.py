@@ -1,0 +1,85 @@
+"""The passes of a step as a CUDA graph, so that small models do not wait for Python between kernels.
+
+Of a model of few parameters a kernel takes less time than its launch, and replicas in threads share one interpreter.
+Captured once and replayed at each step, the kernels of the forward and the backward pass follow each other without it.
+What comes after them (exchange of gradients, clipping, the inner optimizer, the engine) is as it was, so that all
+methods and optimizers are served. Losses and gradients are those of the same kernels launched one by one.
+
+A graph reads and writes the same memory in each step: tokens are copied into its own, parameters are changed in place
+(by all that is here), and gradients, which the optimizer lets go of, are put back where they are looked for.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowcomm.methods.pipeline import WholeModel
+
+#: A process may capture one graph at a time.
+_CAPTURING = threading.Lock()
+#: Passes before they are captured: kernels are then compiled, loaded and chosen.
+_WARM_UP = 3
+
+
+class Captured(NamedTuple):
+    """A graph, and the memory that a replay fills anew: what the passes return, and the gradients of their leaves."""
+
+    graph: torch.cuda.CUDAGraph
+    result: Tensor
+    gradients: list[tuple[Tensor, Tensor]]
+
+
+def capture(passes: Callable[[], Tensor], leaves: Sequence[Tensor], device: torch.device) -> Captured:
+    """Capture forward and backward passes on a GPU; the gradients of leaves are those of these passes alone."""
+
+    def forget() -> None:
+        for leaf in leaves:
+            leaf.grad = None
+
+    stream, current = torch.cuda.Stream(device), torch.cuda.current_stream(device)
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        for _ in range(_WARM_UP):
+            forget()
+            passes()
+        forget()
+    current.wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    # Other threads, replicas of their own, go on allocating memory meanwhile.
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        result = passes()
+    return Captured(graph, result, [(leaf, leaf.grad) for leaf in leaves if leaf.grad is not None])
+
+
+class CapturedModel(WholeModel):
+    """A replica of one stage, with one micro-batch per step, whose passes are captured at its first step.
+
+    Args:
+        leaves: all tensors whose gradients anybody looks at after the passes.
+        more: as for `WholeModel`.
+    """
+
+    _captured: Captured | None = None
+
+    def __init__(self, *args: Any, leaves: Sequence[Tensor], **more: Any):
+        super().__init__(*args, **more)
+        self.leaves = leaves
+
+    def train(self, step: int, batch: Callable[[int], Tensor]) -> list[Tensor]:
+        """Forward and backward of one step, as `Pipeline.train`."""
+        tokens = batch(self.world.replica)
+        if self._captured is None:
+            self._tokens = tokens.clone()
+            with _CAPTURING:
+                self._captured = capture(lambda: self.both_passes(self._tokens), self.leaves, tokens.device)
+        self._tokens.copy_(tokens)
+        self._captured.graph.replay()
+        for leaf, gradient in self._captured.gradients:
+            leaf.grad = gradient
+        self.watch()
+        return [self._captured.result.clone()]
