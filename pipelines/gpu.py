@@ -367,9 +367,25 @@ def page(results: Path) -> str:
         about = f"Python {told['python']}, torch {told['torch']}" + (", sizes of a test" * told["small"])
         parts += [f"## {told['device']}", "", f"{about}.", ""]
         parts += [
-            line for name, found in told["parts"].items() for line in (f"### {name}", "", *SHOWN[name](found), "")
+            line
+            for name in PARTS
+            if (found := told["parts"].get(name))
+            for line in (f"### {name}", "", ABOUT[name], "", *SHOWN[name](found), "")
         ]
     return "\n".join(parts).rstrip() + "\n"
+
+
+#: What is said below each part's heading.
+ABOUT = {
+    "codecs": "Fused kernels against a copy of the same fp32 values within the device's memory: the copy's time over"
+    " theirs.",
+    "offload": "Streaming DiLoCo with its outer state on the device and in the CPU's memory.",
+    "graph": "Two replicas of DiLoCo in threads, their passes launched kernel by kernel and replayed as a CUDA graph.",
+    "ranks": "Two replicas of DiLoCo as threads and as processes; NCCL with a rank for each GPU.",
+    "speed": "Training steps, launched kernel by kernel. Their FLOPs are the closed form's, as a share of the rate at"
+    " which this device multiplies large bf16 matrices.",
+    "points": "Points of the ladder that this device has trained.",
+}
 
 
 def _table(rows: list[dict[str, Any]]) -> list[str]:

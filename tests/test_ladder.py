@@ -323,6 +323,36 @@ def test_a_row_of_a_larger_rung_begins_with_the_better_of_two(tmp_path: Path) ->
     assert found["diloco/m2"]["tuning_loss"] == 0
 
 
+def test_some_rows_are_tuned_from_what_is_known_of_their_parents(tmp_path: Path) -> None:
+    ladder = small_ladder(tmp_path, tmp_path / "build", METHODS, TWO_RUNGS)
+
+    def loss(_: str, v: dict[str, float]) -> float:
+        return math.log2(v["lr"] / 0.04) ** 2 + math.log2(v.get("gain", 1.0) / 2) ** 2
+
+    with pytest.raises(ConfigError, match="diloco/m2 begins from plain, which has not been tuned at a: name both"):
+        tune(ladder, "a", InClosedForm(loss), ["diloco/m2"])
+    with pytest.raises(ConfigError, match="no row of a named 'diloco/m3'; did you mean"):
+        tune(ladder, "a", InClosedForm(loss), ["diloco/m3"])
+    assert list(tune(ladder, "a", InClosedForm(loss), ["plain"])) == ["plain"] == list(ladder.read_tuned("a"))
+    walked = InClosedForm(loss)
+    assert list(tune(ladder, "a", walked, ["diloco/m4", "diloco/m2"])) == ["diloco/m2", "diloco/m4"]
+    assert walked.asked[0] == ("a", "diloco/m2", {"lr": 0.04, "gain": 1.0})  # from its parent, which was tuned before
+    assert {row for _, row, _ in walked.asked} == {"diloco/m2"}
+    kept = ladder.read_tuned("a")
+    assert list(kept) == ["plain", "diloco/m2", "diloco/m4"]
+    assert kept == tune(ladder, "a", InClosedForm(loss))
+
+    def breaks(_: str, v: dict[str, float]) -> float:
+        if "gain" in v:
+            raise RuntimeError("a worker has died")
+        return math.log2(v["lr"] / 0.01) ** 2
+
+    with pytest.raises(RuntimeError):
+        tune(ladder, "a", InClosedForm(breaks))
+    assert ladder.read_tuned("a") == kept | {"plain": ladder.read_tuned("a")["plain"]}  # what was found stays found
+    assert ladder.read_tuned("a")["plain"]["values"] == {"lr": 0.01}
+
+
 @pytest.mark.longest
 def test_points_are_those_of_plain_runs_and_none_is_done_again(small: Ladder, capsys: pytest.CaptureFixture) -> None:
     for words in (["tune", "a"], ["train", "a"], ["train", "b"]):

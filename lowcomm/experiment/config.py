@@ -84,9 +84,7 @@ class TrainConfig:
     recompute: bool = False  # activations of a block in the backward pass, from its input alone
     precision: Literal["fp32", "bf16"] = "fp32"  # bf16: autocast over fp32 weights
     compile: bool = False
-    cuda_graph: bool = (
-        True  # on a GPU: replay the passes of a step as one graph, where they can be (`methods.captured`)
-    )
+    cuda_graph: bool = True  # on a GPU: replay the passes of a step as one graph, where that can be (`captured`)
     log_every: int = number(1, at_least=1)
     #: Evaluate these too (Streaming DiLoCo, Table 3), beside the parameters last agreed: at the end, and at each
     #: evaluation where replicas have one model.
