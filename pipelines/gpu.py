@@ -13,9 +13,12 @@ offload   outer state in the CPU's memory, copied on a stream of its own: the sa
 graph     passes of a small model launched kernel by kernel, and replayed as a graph: the same losses, in which time
 ranks     two replicas as threads, as processes that share this GPU, and NCCL where there is a GPU for each
 speed     training steps in fp32 and bf16, eager and compiled: tokens/s, and their share of the device's matrix products
-points    points of the ladder that two cores would take days for: those of the rungs that plan.yaml has for a GPU, as
-          many at once as half of the cores, since a single one leaves a GPU idle. What time leaves undone goes on from
-          its checkpoint in the next call
+tuning    trials of the ladder, at those of the rungs asked for that are tuned themselves
+points    points of the ladder that two cores would take days for: those of the rungs that plan.yaml has for a GPU, or
+          of others
+
+Several trials or points share the GPU, as a single one would leave it idle. What time leaves undone goes on from its
+checkpoint in the next call.
 
 It wants Python 3.11, torch 2.9 and numpy, pandas, PyYAML, tqdm and safetensors, all or later; no tokenizer and no data
 library. Without a GPU it runs on the CPU, at the sizes of --small, which is how it is tested.
@@ -24,11 +27,12 @@ library. Without a GPU it runs on the CPU, at the sizes of --small, which is how
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import itertools
 import json
-import os
 import platform
+import shutil
 import signal
 import statistics
 import subprocess
@@ -36,7 +40,7 @@ import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +59,9 @@ from lowcomm.model.accounting import parameters, training_flops
 from lowcomm.settings import ConfigError
 from pipelines.ladder.__main__ import link_rungs, train
 from pipelines.ladder.plan import LADDER, Ladder
+from pipelines.ladder.tune import tune
 from pipelines.ladder.workers import Stopped, Workers
-from pipelines.launch import torchrun_command
+from pipelines.launch import environment, torchrun_command
 from pipelines.probes import SCALE
 from pipelines.project import BUILD, ROOT
 from pipelines.timing import in_turns, wait
@@ -268,9 +273,9 @@ def _under_torchrun(bench: Bench, run: str, variant: str, count: int, backend: s
         settings = {f"train.{key}": value for key, value in SHORT.items()} | {"train.steps": bench.sizes.steps}
         settings |= {"train.compile": "false", "method.sync_every_steps": 2, "comm.backend": backend}
         command += [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         begin = time.perf_counter()
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        with environment({"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}):
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"{run} with {backend}: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
         folder = RunFolder.beside(Path(out) / "run")
@@ -301,9 +306,28 @@ def speed(bench: Bench) -> dict[str, Any]:
     return found
 
 
-def points(bench: Bench) -> dict[str, Any]:
-    """Train points of the ladder until time is up, rung after rung; they are kept as all of the ladder's are."""
-    ladder, left = bench.ladder, bench.until - time.monotonic() - STOPPING_S
+@contextlib.contextmanager
+def shared_gpu() -> Iterator[None]:
+    """Let processes that are started inside run kernels at once (NVIDIA's multi-process service), where that is there.
+
+    Otherwise they take turns on the whole GPU, of which a kernel of a small model fills a few multiprocessors.
+    """
+    control = shutil.which("nvidia-cuda-mps-control")
+    if control is None or default_device().type == "cpu":
+        yield
+        return
+    places = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
+    with tempfile.TemporaryDirectory() as place, environment(dict.fromkeys(places, place)):
+        subprocess.run([control, "-d"], check=True, timeout=STOPPING_S)
+        try:
+            yield
+        finally:
+            subprocess.run([control], input="quit\n", text=True, check=False, timeout=STOPPING_S)
+
+
+def _while_there_is_time(bench: Bench, work: Callable[[Workers], None]) -> None:
+    """Let workers do some work until time is up; what they have done is kept as all of the ladder's is."""
+    left = bench.until - time.monotonic() - STOPPING_S
 
     def ring(*_: object) -> None:
         raise Stopped("time is up")
@@ -312,21 +336,51 @@ def points(bench: Bench) -> dict[str, Any]:
         before = signal.signal(signal.SIGALRM, ring)
         signal.setitimer(signal.ITIMER_REAL, left)
         try:
-            with Workers() as workers:
-                for rung in bench.rungs:
-                    train(ladder, rung, workers, bench.rows)
+            with shared_gpu(), Workers() as workers:
+                work(workers)
         except Stopped as stopped:
             print(stopped, flush=True)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
+
+
+def tuning(bench: Bench) -> dict[str, Any]:
+    """Tune rows of the ladder until time is up, at those of the rungs that are tuned themselves."""
+    ladder = bench.ladder
+    rungs = [rung for rung in bench.rungs if ladder.plan.rungs[rung].tuned_at == rung]
+
+    def work(workers: Workers) -> None:
+        for rung in rungs:
+            tune(ladder, rung, workers, bench.rows)
+
+    _while_there_is_time(bench, work)
+    known = {rung: ladder.read_tuned(rung) if ladder.tuned_file(rung).exists() else {} for rung in rungs}
+    return {
+        rung: {"done": len(known[rung].keys() & set(rows)), "of": len(rows)}
+        for rung in rungs
+        for rows in [bench.rows or ladder.plan.rungs[rung].rows]
+    }
+
+
+def points(bench: Bench) -> dict[str, Any]:
+    """Train points of the ladder until time is up, rung after rung."""
+    ladder = bench.ladder
+
+    def work(workers: Workers) -> None:
+        for rung in bench.rungs:
+            train(ladder, rung, workers, bench.rows)
+
+    _while_there_is_time(bench, work)
     done = {r: [point.read() is not None for point in ladder.results_at(r, bench.rows)] for r in bench.rungs}
     return {rung: {"done": sum(some), "of": len(some)} for rung, some in done.items()}
 
 
 PARTS: dict[str, Callable[[Bench], dict[str, Any]]] = {
-    part.__name__: part for part in (codecs, offload, graph, ranks, speed, points)
+    part.__name__: part for part in (codecs, offload, graph, ranks, speed, tuning, points)
 }
+#: Parts that go on where the last call has stopped.
+GOING_ON = {"tuning", "points"}
 
 
 def pack(ladder: Ladder, packed: Path) -> None:
@@ -369,7 +423,7 @@ def page(results: Path) -> str:
         parts += [
             line
             for name in PARTS
-            if (found := told["parts"].get(name))
+            if (found := told["parts"].get(name))  # a call that was asked for no such rung has found nothing
             for line in (f"### {name}", "", ABOUT[name], "", *SHOWN[name](found), "")
         ]
     return "\n".join(parts).rstrip() + "\n"
@@ -384,7 +438,8 @@ ABOUT = {
     "ranks": "Two replicas of DiLoCo as threads and as processes; NCCL with a rank for each GPU.",
     "speed": "Training steps, launched kernel by kernel. Their FLOPs are the closed form's, as a share of the rate at"
     " which this device multiplies large bf16 matrices.",
-    "points": "Points of the ladder that this device has trained.",
+    "tuning": "Rows of the ladder that have been tuned, of those that the last call was asked for.",
+    "points": "Points of the ladder that are done, of those that the last call was asked for.",
 }
 
 
@@ -434,8 +489,8 @@ def _shown_speed(found: dict[str, Any]) -> list[str]:
     return [*_table(rows), "", f"Products of bf16 matrices: {found['product_flops_per_second'] / 1e12:.4g} TFLOP/s."]
 
 
-def _shown_points(found: dict[str, Any]) -> list[str]:
-    return _table([{"rung": rung, "points": f"{row['done']} of {row['of']}"} for rung, row in found.items()])
+def _shown_done(found: dict[str, Any]) -> list[str]:
+    return _table([{"rung": rung, "done": f"{row['done']} of {row['of']}"} for rung, row in found.items()])
 
 
 SHOWN = {
@@ -444,7 +499,8 @@ SHOWN = {
     "graph": _shown_runs,
     "ranks": _shown_runs,
     "speed": _shown_speed,
-    "points": _shown_points,
+    "tuning": _shown_done,
+    "points": _shown_done,
 }
 
 
@@ -483,7 +539,7 @@ def main(argv: list[str] | None = None, ladder: Ladder = LADDER, packed: Path = 
 
 
 def _run(asked: list[str], bench: Bench, results: Path, redo: bool) -> bool:
-    """Run parts that this device has not done, and keep what each found at once. Points go on in any case.
+    """Run parts that this device has not done, and keep what each found at once; some go on in any case.
 
     Returns whether one of them has failed.
     """
@@ -494,7 +550,7 @@ def _run(asked: list[str], bench: Bench, results: Path, redo: bool) -> bool:
     told["small"] = bench.sizes is SMALL
     results.mkdir(parents=True, exist_ok=True)
     for name in asked:
-        if name in told["parts"] and name != "points" and not redo:
+        if name in told["parts"] and name not in GOING_ON and not redo:
             print(f"{name}: done before", flush=True)
             continue
         if time.monotonic() > bench.until:

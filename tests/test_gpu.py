@@ -112,9 +112,11 @@ def test_every_part_runs_with_nothing_to_install_and_is_done_once(here: Path) ->
 
 
 def test_points_go_on_where_time_was_up_and_are_trained_once(here: Path) -> None:
+    there(here, "--parts", "tuning", "--rungs", "a", "--rows", "streaming/h30")
     there(here, "--parts", "points", "--minutes", "0.05")  # less than what is kept for writing a checkpoint
     (file,) = (here / "gpu").glob("*.json")
-    assert json.loads(file.read_text())["parts"]["points"] == {"b": {"done": 0, "of": 2}}
+    told = json.loads(file.read_text())["parts"]
+    assert (told["tuning"], told["points"]) == ({"a": {"done": 1, "of": 1}}, {"b": {"done": 0, "of": 2}})
     assert "data_parallel/batch at b, seed 0: " in there(here, "--parts", "points")
     assert json.loads(file.read_text())["parts"]["points"] == {"b": {"done": 2, "of": 2}}
     points = sorted((here / "results" / "points" / "b").rglob("*.json"))

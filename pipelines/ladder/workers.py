@@ -110,7 +110,7 @@ def _work(pipe: Connection) -> None:
 
 
 class Workers:
-    """The processes that train points: one for each core, or for every two where there is a GPU that they share.
+    """The processes that train points: one for each core, or for three of four where there is a GPU that they share.
 
     They are started when the first point wants training. Use this in a `with` statement, which ends them.
     """
@@ -123,8 +123,8 @@ class Workers:
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
         count, words = cores(), {"OMP_NUM_THREADS": "1", LAUNCHER_VARIABLE: str(os.getpid())}
-        if shutil.which("nvidia-smi"):  # each then has a core for what it computes, and one for what it compiles
-            count, words = max(1, count // 2), words | {"TORCHINDUCTOR_COMPILE_THREADS": "2"}
+        if shutil.which("nvidia-smi"):  # some cores are left for what compiles kernels and for the driver
+            count, words = max(1, 3 * count // 4), words | {"TORCHINDUCTOR_COMPILE_THREADS": "2"}
         with environment(KEEP_MEMORY | words):
             for _ in range(count):
                 ours, theirs = context.Pipe()
