@@ -14,8 +14,8 @@ graph     passes of a small model launched kernel by kernel, and replayed as a g
 ranks     two replicas as threads, as processes that share this GPU, and NCCL where there is a GPU for each
 speed     training steps in fp32 and bf16, eager and compiled: tokens/s, and their share of the device's matrix products
 tuning    trials of the ladder, at those of the rungs asked for that are tuned themselves
-points    points of the ladder that two cores would take days for: those of the rungs that plan.yaml has for a GPU, or
-          of others
+points    points of the ladder that two cores would take days for: of the rungs that plan.yaml has for a GPU, or of
+          those that are asked for, all rows that have been tuned
 
 Several trials or points share the GPU, as a single one would leave it idle. What time leaves undone goes on from its
 checkpoint in the next call.
@@ -152,7 +152,7 @@ CODECS = ("e3m0", "e2m1", "e4m3", "e5m2")
 
 @dataclasses.dataclass(frozen=True)
 class Bench:
-    """What all parts are given: sizes, the ladder, the rungs and rows of points to train, and when time is up.
+    """What all parts are given: sizes, the ladder, the rungs and rows to tune or train, and when time is up.
 
     No rows are all that a rung has.
     """
@@ -312,17 +312,30 @@ def shared_gpu() -> Iterator[None]:
 
     Otherwise they take turns on the whole GPU, of which a kernel of a small model fills a few multiprocessors.
     """
-    control = shutil.which("nvidia-cuda-mps-control")
-    if control is None or default_device().type == "cpu":
-        yield
-        return
     places = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
-    with tempfile.TemporaryDirectory() as place, environment(dict.fromkeys(places, place)):
-        subprocess.run([control, "-d"], check=True, timeout=STOPPING_S)
-        try:
-            yield
-        finally:
-            subprocess.run([control], input="quit\n", text=True, check=False, timeout=STOPPING_S)
+    with contextlib.ExitStack() as stack:
+        if control := shutil.which("nvidia-cuda-mps-control"):
+            place = tempfile.mkdtemp()  # left where it is, as the service may still write to it when it ends
+            stack.enter_context(environment(dict.fromkeys(places, place)))
+            if not _told([control, "-d"]):
+                stack.close()  # so that nobody looks for it
+            else:
+                stack.callback(_told, [control], "quit\n")
+        yield
+
+
+def _told(command: list[str], word: str = "") -> bool:
+    """Tell NVIDIA's multi-process service something; return whether it has heard, and say so where it has not."""
+    try:
+        subprocess.run(command, input=word, text=True, check=True, capture_output=True, timeout=STOPPING_S)
+    except (OSError, subprocess.SubprocessError) as error:
+        print(f"{error}: processes take turns on the GPU", file=sys.stderr, flush=True)
+        return False
+    return True
+
+
+class TimeUp(Stopped):
+    """What time has left undone goes on in the next call."""
 
 
 def _while_there_is_time(bench: Bench, work: Callable[[Workers], None]) -> None:
@@ -330,15 +343,15 @@ def _while_there_is_time(bench: Bench, work: Callable[[Workers], None]) -> None:
     left = bench.until - time.monotonic() - STOPPING_S
 
     def ring(*_: object) -> None:
-        raise Stopped("time is up")
+        raise TimeUp("time is up")
 
     if left > 0:
         before = signal.signal(signal.SIGALRM, ring)
         signal.setitimer(signal.ITIMER_REAL, left)
         try:
-            with shared_gpu(), Workers() as workers:
+            with shared_gpu(), Workers(STOPPING_S) as workers:
                 work(workers)
-        except Stopped as stopped:
+        except TimeUp as stopped:
             print(stopped, flush=True)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
@@ -354,25 +367,27 @@ def tuning(bench: Bench) -> dict[str, Any]:
         for rung in rungs:
             tune(ladder, rung, workers, bench.rows)
 
-    _while_there_is_time(bench, work)
-    known = {rung: ladder.read_tuned(rung) if ladder.tuned_file(rung).exists() else {} for rung in rungs}
-    return {
-        rung: {"done": len(known[rung].keys() & set(rows)), "of": len(rows)}
-        for rung in rungs
-        for rows in [bench.rows or ladder.plan.rungs[rung].rows]
-    }
+    if rungs:
+        _while_there_is_time(bench, work)
+    trials = ladder.results / "tuning"
+    return {rung: {"trials": sum(1 for _ in (trials / rung).rglob("*.json"))} for rung in rungs}
 
 
 def points(bench: Bench) -> dict[str, Any]:
-    """Train points of the ladder until time is up, rung after rung."""
-    ladder = bench.ladder
+    """Train points of the ladder until time is up, rung after rung; rows that have not been tuned are named."""
+    ladder, rows = bench.ladder, {}
+    for rung in bench.rungs:
+        there, tuned = ladder.plan.rungs[rung].rows, ladder.read_tuned(ladder.plan.rungs[rung].tuned_at)
+        rows[rung] = bench.rows or [name for name in there if name in tuned]
+        if left := [name for name in there if name not in tuned and not bench.rows]:
+            print(f"{rung}: not tuned yet: {', '.join(left)}", flush=True)
 
     def work(workers: Workers) -> None:
-        for rung in bench.rungs:
-            train(ladder, rung, workers, bench.rows)
+        for rung, some in rows.items():
+            train(ladder, rung, workers, some)
 
     _while_there_is_time(bench, work)
-    done = {r: [point.read() is not None for point in ladder.results_at(r, bench.rows)] for r in bench.rungs}
+    done = {rung: [p.read() is not None for p in ladder.results_at(rung, some)] for rung, some in rows.items()}
     return {rung: {"done": sum(some), "of": len(some)} for rung, some in done.items()}
 
 
@@ -423,7 +438,7 @@ def page(results: Path) -> str:
         parts += [
             line
             for name in PARTS
-            if (found := told["parts"].get(name))  # a call that was asked for no such rung has found nothing
+            if (found := told["parts"].get(name))
             for line in (f"### {name}", "", ABOUT[name], "", *SHOWN[name](found), "")
         ]
     return "\n".join(parts).rstrip() + "\n"
@@ -438,7 +453,7 @@ ABOUT = {
     "ranks": "Two replicas of DiLoCo as threads and as processes; NCCL with a rank for each GPU.",
     "speed": "Training steps, launched kernel by kernel. Their FLOPs are the closed form's, as a share of the rate at"
     " which this device multiplies large bf16 matrices.",
-    "tuning": "Rows of the ladder that have been tuned, of those that the last call was asked for.",
+    "tuning": "Trials of the ladder that there are, at the rungs that the last call was asked for.",
     "points": "Points of the ladder that are done, of those that the last call was asked for.",
 }
 
@@ -490,7 +505,11 @@ def _shown_speed(found: dict[str, Any]) -> list[str]:
 
 
 def _shown_done(found: dict[str, Any]) -> list[str]:
-    return _table([{"rung": rung, "done": f"{row['done']} of {row['of']}"} for rung, row in found.items()])
+    return _table([{"rung": rung, "points": f"{row['done']} of {row['of']}"} for rung, row in found.items()])
+
+
+def _shown_trials(found: dict[str, Any]) -> list[str]:
+    return _table([{"rung": rung, "trials": row["trials"]} for rung, row in found.items()])
 
 
 SHOWN = {
@@ -499,7 +518,7 @@ SHOWN = {
     "graph": _shown_runs,
     "ranks": _shown_runs,
     "speed": _shown_speed,
-    "tuning": _shown_done,
+    "tuning": _shown_trials,
     "points": _shown_done,
 }
 
@@ -509,8 +528,8 @@ def main(argv: list[str] | None = None, ladder: Ladder = LADDER, packed: Path = 
     parser = argparse.ArgumentParser(prog="python -m pipelines.gpu", description=__doc__.split("\n")[0])
     parser.add_argument("what", nargs="?", choices=("run", "pack", "page"), default="run")
     parser.add_argument("--parts", default=",".join(PARTS), help="some of %(default)s")
-    parser.add_argument("--rungs", help="of plan.yaml, whose points are trained (default: those for a GPU)")
-    parser.add_argument("--rows", help="of these rungs, whose points are trained (default: all)")
+    parser.add_argument("--rungs", help="of plan.yaml, to tune or train (default: those for a GPU)")
+    parser.add_argument("--rows", help="of all of these rungs, to tune or train (default: all rows)")
     parser.add_argument("--minutes", type=float, default=9.0, help="for all of them (default: %(default)s)")
     parser.add_argument("--small", action="store_true", help="sizes that say nothing: that all of it runs")
     args, failed = parser.parse_args(argv), False
@@ -532,7 +551,7 @@ def main(argv: list[str] | None = None, ladder: Ladder = LADDER, packed: Path = 
             pack(ladder, packed)
         if args.what != "pack":
             (results / "README.md").write_text(page(results))
-    except ConfigError as error:
+    except (ConfigError, Stopped) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
     return int(failed)
@@ -558,7 +577,10 @@ def _run(asked: list[str], bench: Bench, results: Path, redo: bool) -> bool:
             continue
         begin = time.perf_counter()
         try:
-            told["parts"][name] = PARTS[name](bench)
+            if found := PARTS[name](bench):  # nothing where no rung is the part's
+                told["parts"][name] = found
+        except Stopped:
+            raise
         except Exception as error:  # a device that cannot do one part may do the others
             print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
             failed = True

@@ -64,6 +64,7 @@ class Replayed:
 
     def __init__(self, passes: Callable[[], Tensor], leaves: Sequence[Tensor]):
         self.passes, self.leaves = passes, leaves
+        self.memory = [leaf.data_ptr() for leaf in leaves]
         self.result = self._anew().clone()
         self.gradients = [(leaf, leaf.grad) for leaf in leaves if leaf.grad is not None]
 
@@ -73,6 +74,7 @@ class Replayed:
         return self.passes()
 
     def replay(self) -> None:
+        assert self.memory == [leaf.data_ptr() for leaf in self.leaves]
         self.result.copy_(self._anew())
         for leaf, gradient in self.gradients:
             gradient.copy_(leaf.grad)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,7 +40,7 @@ rungs:
 rows:
   data_parallel/batch: {lines: [lr]}
   diloco/m2: {from: data_parallel/batch}
-  streaming/h30: {from: data_parallel/batch}
+  streaming/h30: {from: data_parallel/batch, lines: [lr]}
 lines:
   lr: {begin: 0.01, values: [0.01]}
 """
@@ -64,7 +66,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("packed")
     ladder = small_ladder(folder, tmp_path_factory.mktemp("build") / "ladder", METHODS, PLAN)
     ladder.tuned_file("a").parent.mkdir(parents=True)
-    found = {name: {"values": {"lr": 0.01}, "trials": 0} for name in ladder.plan.rows}
+    found = {name: {"values": {"lr": 0.01}, "trials": 0} for name in ("data_parallel/batch", "diloco/m2")}
     ladder.tuned_file("a").write_text(json.dumps(found))
     assert gpu.main(["pack"], ladder, folder / "ladder.tar.xz", folder / "gpu") == 1  # there is nothing to pack yet
     with pytest.MonkeyPatch.context() as patch:
@@ -116,13 +118,56 @@ def test_points_go_on_where_time_was_up_and_are_trained_once(here: Path) -> None
     there(here, "--parts", "points", "--minutes", "0.05")  # less than what is kept for writing a checkpoint
     (file,) = (here / "gpu").glob("*.json")
     told = json.loads(file.read_text())["parts"]
-    assert (told["tuning"], told["points"]) == ({"a": {"done": 1, "of": 1}}, {"b": {"done": 0, "of": 2}})
+    assert (told["tuning"], told["points"]) == ({"a": {"trials": 1}}, {"b": {"done": 0, "of": 2}})
+    assert (here / "results" / "tuning" / "a" / "streaming" / "h30" / "lr=0.01.json").exists()
+    assert "not tuned yet: streaming/h30" not in there(here, "--parts", "points", "--rungs", "a", "--minutes", "0.05")
     assert "data_parallel/batch at b, seed 0: " in there(here, "--parts", "points")
     assert json.loads(file.read_text())["parts"]["points"] == {"b": {"done": 2, "of": 2}}
     points = sorted((here / "results" / "points" / "b").rglob("*.json"))
     assert [point.parent.name for point in points] == ["batch", "m2"]
     assert "| b | 2 of 2 |" in (here / "gpu" / "README.md").read_text()
     assert "data_parallel/batch" not in there(here, "--parts", "points")
+
+
+def test_a_row_that_is_not_tuned_yet_is_named(here: Path) -> None:
+    assert "a: not tuned yet: streaming/h30" in there(here, "--parts", "points", "--rungs", "a", "--minutes", "0.05")
+
+
+def test_a_part_that_fails_leaves_the_others(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(bench: gpu.Bench) -> dict[str, Any]:
+        raise AssertionError("no such device")
+
+    monkeypatch.setitem(gpu.PARTS, "codecs", broken)
+    monkeypatch.setitem(gpu.PARTS, "points", lambda bench: {"b": {"done": 1, "of": 2}})
+    ladder = Ladder(here / "ladder", here / "there", here / "results")
+    assert gpu.main(["--parts", "codecs,points"], ladder, here / "ladder.tar.xz", here / "gpu") == 1
+    assert "codecs: AssertionError: no such device" in capsys.readouterr().err
+    (file,) = (here / "gpu").glob("*.json")
+    assert json.loads(file.read_text())["parts"] == {"points": {"b": {"done": 1, "of": 2}}}
+
+
+@pytest.mark.parametrize("starts", [True, False])
+def test_processes_share_a_gpu_where_there_is_a_service_for_it(
+    starts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    control = tmp_path / "nvidia-cuda-mps-control"
+    control.write_text(
+        f'#!/bin/sh\necho "$1 $(cat) $CUDA_MPS_PIPE_DIRECTORY" >> {tmp_path}/said\nexit {int(not starts)}\n'
+    )
+    control.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with gpu.shared_gpu():
+        place = os.environ.get("CUDA_MPS_PIPE_DIRECTORY")
+        assert (place is not None) == starts
+    assert "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
+    said = (tmp_path / "said").read_text().splitlines()
+    if starts:
+        assert said == [f"-d  {place}", f" quit {place}"]
+    else:
+        assert len(said) == 1
+        assert "returned non-zero exit status 1.: processes take turns on the GPU" in capsys.readouterr().err
 
 
 def test_what_is_wrong_is_said_in_a_line(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

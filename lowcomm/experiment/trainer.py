@@ -150,9 +150,9 @@ class Trainer:
         if boundary is None:
             losses = maybe_compiled(self.model.losses)
             if may_be_captured(config, world.device):
-                probes = [] if self.model.probe is None else [self.model.probe]
-                leaves = [*self.model.parameters(), *self.trained.values(), *probes]
-                self.passes = CapturedModel(world, losses=losses, leaves=leaves, **common)
+                leaves = [*self.model.parameters(), *self.trained.values(), self.model.probe]
+                once = {id(leaf): leaf for leaf in leaves if leaf is not None}
+                self.passes = CapturedModel(world, losses=losses, leaves=list(once.values()), **common)
             else:
                 self.passes = WholeModel(world, losses=losses, **common)
         else:

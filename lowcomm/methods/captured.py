@@ -41,23 +41,28 @@ def capture(passes: Callable[[], Tensor], leaves: Sequence[Tensor], device: torc
         for leaf in leaves:
             leaf.grad = None
 
-    stream, current = torch.cuda.Stream(device), torch.cuda.current_stream(device)
-    stream.wait_stream(current)
-    with torch.cuda.stream(stream):
-        for _ in range(_WARM_UP):
+    with torch.cuda.device(device):
+        # Streams of this priority are another set than those that messages and outer state travel on.
+        stream, current = torch.cuda.Stream(priority=-1), torch.cuda.current_stream()
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            for _ in range(_WARM_UP):
+                forget()
+                passes()
             forget()
-            passes()
-        forget()
-    current.wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    # Other threads, replicas of their own, go on allocating memory meanwhile.
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        result = passes()
+        current.wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # The backward pass is on a thread of autograd's own.
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            result = passes()
     return Captured(graph, result, [(leaf, leaf.grad) for leaf in leaves if leaf.grad is not None])
 
 
 class CapturedModel(WholeModel):
     """A replica of one stage, with one micro-batch per step, whose passes are captured at its first step.
+
+    Replicas in threads of one process capture one after the other, and none trains before all have: nobody else may
+    use a GPU meanwhile.
 
     Args:
         leaves: all tensors whose gradients anybody looks at after the passes.
@@ -75,11 +80,17 @@ class CapturedModel(WholeModel):
         tokens = batch(self.world.replica)
         if self._captured is None:
             self._tokens = tokens.clone()
+            self._meet()
             with _CAPTURING:
                 self._captured = capture(lambda: self.both_passes(self._tokens), self.leaves, tokens.device)
+            self._meet()
         self._tokens.copy_(tokens)
         self._captured.graph.replay()
         for leaf, gradient in self._captured.gradients:
             leaf.grad = gradient
         self.watch()
         return [self._captured.result.clone()]
+
+    def _meet(self) -> None:
+        if self.world.transport.in_one_process:
+            self.world.tell("")

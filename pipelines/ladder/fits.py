@@ -376,6 +376,9 @@ def register(ladder: Ladder, what: str, asked: Collection[str] = ()) -> bool:
     else:
         rows = {what: [name for name in plan.rungs[what].rows if not name.startswith("data_parallel/")]}
         sizes = {what: ladder.configs(what)[rows[what][0]].model}
+    for row in asked:
+        if not any(row in some for some in rows.values()):
+            raise ConfigError(f"nothing is predicted of {row} at {what}: it must be one of {', '.join(*rows.values())}")
     missing = {
         name: new
         for name, some in rows.items()

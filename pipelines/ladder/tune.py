@@ -95,7 +95,8 @@ def tune(ladder: Ladder, rung: str, workers: Workers, rows: Collection[str] = ()
     known = ladder.read_tuned(rung_below) if rung_below else {}
     plan.check(rung, rows)
     starts = {name: plan.rows[name].start for name in rows or there.rows}
-    before = ladder.read_tuned(rung) if ladder.tuned_file(rung).exists() else {}
+    file = ladder.tuned_file(rung)
+    before = ladder.read_tuned(rung) if file.exists() else {}
     found: dict[str, dict[str, Any]] = {}
     for name, start in starts.items():
         if start and start not in starts and start not in before:
@@ -105,11 +106,12 @@ def tune(ladder: Ladder, rung: str, workers: Workers, rows: Collection[str] = ()
         return [walk(plan.rows[child]) for child, start in starts.items() if start == name]
 
     def keep() -> None:
-        """Write what is known of rows that the plan has, in its order."""
-        both = before | found
-        file = ladder.tuned_file(rung)
+        """Write what is known of rows that the plan has, in its order, whole or not at all."""
+        both = (ladder.read_tuned(rung) if file.exists() else {}) | found
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(yaml.safe_dump({name: both[name] for name in there.rows if name in both}, sort_keys=False))
+        partial = file.with_suffix(".tmp")
+        partial.write_text(yaml.safe_dump({name: both[name] for name in there.rows if name in both}, sort_keys=False))
+        partial.rename(file)
 
     def walk(row: Row) -> Task:
         below, parent = known.get(row.name), found.get(row.start, before.get(row.start))

@@ -1,8 +1,8 @@
-"""Workers of the ladder: a process for each core, which trains one point after the other, its ranks as threads.
+"""Workers of the ladder: processes that train one point after the other, its ranks as threads.
 
-What is done is written at once (`Point.file`), so that a kill at any moment costs no finished point; what is under way
-goes on from its last checkpoint, on the same machine. Told to stop (SIGTERM, Ctrl-C, or its parent is gone), a worker
-writes a checkpoint first.
+There is one for each core, or there are several that share a GPU. What is done is written at once (`Point.file`), so
+that a kill at any moment costs no finished point; what is under way goes on from its last checkpoint, on the same
+machine. Told to stop (SIGTERM, Ctrl-C, or its parent is gone), a worker writes a checkpoint first.
 """
 
 from __future__ import annotations
@@ -30,6 +30,10 @@ from pipelines.launch import KEEP_MEMORY, cores, environment
 
 #: Asks for points one after the other, is sent their outcomes, and returns the tasks that can begin when it has ended.
 Task = Generator[Point, dict[str, Any], list[Any]]
+
+
+#: As many processes as NVIDIA's multi-process service lets share a GPU of any kind.
+MOST_ON_GPU = 16
 
 
 class Stopped(RuntimeError):
@@ -113,9 +117,12 @@ class Workers:
     """The processes that train points: one for each core, or for three of four where there is a GPU that they share.
 
     They are started when the first point wants training. Use this in a `with` statement, which ends them.
+
+    stopping_s: the seconds that they have to write checkpoints when it ends.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stopping_s: float = SAVING_S) -> None:
+        self._stopping_s = stopping_s
         self._idle: list[Connection] = []
         self._busy: dict[Connection, tuple[Task, Point]] = {}
         self._processes: list[multiprocessing.Process] = []
@@ -124,7 +131,7 @@ class Workers:
         context = multiprocessing.get_context("spawn")
         count, words = cores(), {"OMP_NUM_THREADS": "1", LAUNCHER_VARIABLE: str(os.getpid())}
         if shutil.which("nvidia-smi"):  # some cores are left for what compiles kernels and for the driver
-            count, words = max(1, 3 * count // 4), words | {"TORCHINDUCTOR_COMPILE_THREADS": "2"}
+            count, words = max(1, min(3 * count // 4, MOST_ON_GPU)), words | {"TORCHINDUCTOR_COMPILE_THREADS": "2"}
         with environment(KEEP_MEMORY | words):
             for _ in range(count):
                 ours, theirs = context.Pipe()
@@ -152,8 +159,9 @@ class Workers:
                 process.terminate()  # the worker writes a checkpoint
         for pipe in self._busy:
             pipe.close()  # nobody reads what is left in it, and a worker that was done already hears of its end
+        until = time.monotonic() + self._stopping_s
         for process in self._processes:
-            process.join(SAVING_S)
+            process.join(max(0.0, until - time.monotonic()))
             process.kill()
 
     def run(self, tasks: Sequence[Task]) -> None:
