@@ -70,8 +70,9 @@ def run_threads(
     before = torch.get_num_threads()
     torch.set_num_threads(1)  # as under torchrun: losses must not depend on the transport
     # MKL's vector functions set themselves up on first use, and not safely: of two threads that both come first,
-    # one may get cosines that are off in the fourth digit. So the first use is here, alone.
-    torch.ones(1).cos(), torch.ones(1).sin()
+    # one may get cosines that are off in the fourth digit. So the first use of each is here, alone.
+    for function in (torch.cos, torch.sin, torch.exp, torch.log, torch.tanh):
+        function(torch.ones(1))
     threads = [threading.Thread(target=body, args=(r,), name=f"rank-{r}", daemon=True) for r in range(ranks)]
     try:
         for t in threads:
