@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,8 +27,9 @@ from lowcomm.experiment.trainer import saved_model
 from lowcomm.model.accounting import parameters
 from lowcomm.settings import ConfigError
 from pipelines import probes
+from pipelines.ladder import __main__ as ladder_main
 from pipelines.ladder import workers
-from pipelines.ladder.__main__ import listed, main
+from pipelines.ladder.__main__ import listed, main, prepare
 from pipelines.ladder.fits import at_their_best, each_at_its_best, gap_rows, read_cells, read_trials
 from pipelines.ladder.headline import read_pairs
 from pipelines.ladder.origin import Origin
@@ -321,6 +323,26 @@ def test_a_row_of_a_larger_rung_begins_with_the_better_of_two(tmp_path: Path) ->
     assert all(values["lr"] <= 0.01 for values in walked_on)  # from the better one
     assert found["diloco/m4"] == {"values": found["diloco/m2"]["values"], "trials": 0}
     assert found["diloco/m2"]["tuning_loss"] == 0
+
+
+def test_commands_of_one_checkout_prepare_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ladder = small_ladder(tmp_path, tmp_path / "build", METHODS, TWO_RUNGS)
+    begun, go_on = [], threading.Event()
+
+    def preparing(*_: object) -> None:
+        begun.append(threading.current_thread().name)
+        go_on.wait(60)
+
+    monkeypatch.setattr(ladder_main, "_prepare", preparing)
+    threads = [threading.Thread(target=prepare, args=(ladder,)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.5)
+    assert len(begun) == 1
+    go_on.set()
+    for thread in threads:
+        thread.join(60)
+    assert len(begun) == 2
 
 
 def test_some_rows_are_tuned_from_what_is_known_of_their_parents(tmp_path: Path) -> None:

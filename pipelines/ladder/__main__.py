@@ -17,6 +17,7 @@ continues.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import sys
 import time
@@ -33,10 +34,17 @@ from pipelines.project import load_params, record_seconds
 
 
 def prepare(ladder: Ladder, rows: Collection[str] | None = None) -> None:
-    """Prepare the corpora and train the probes, as far as that has not been done.
+    """Prepare the corpora and train the probes, as far as that has not been done; one command of a checkout at a time.
 
     rows: those whose probes are wanted, all by default; what they are is then written to headline-probes.json too.
     """
+    ladder.build.mkdir(parents=True, exist_ok=True)
+    with (ladder.build / "prepare.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed, or its process is gone
+        _prepare(ladder, rows)
+
+
+def _prepare(ladder: Ladder, rows: Collection[str] | None) -> None:
     from lowcomm.experiment.data import prepared  # with the tokenizer, which training does without
 
     some = None if rows is None else [ladder.plan.rows[name] for name in rows]
