@@ -33,9 +33,9 @@ from pipelines.ladder.__main__ import listed, main, prepare
 from pipelines.ladder.fits import at_their_best, each_at_its_best, gap_rows, read_cells, read_trials
 from pipelines.ladder.headline import read_pairs
 from pipelines.ladder.origin import Origin
-from pipelines.ladder.plan import LADDER, Ladder, Line, Plan, Row, base_of, read_plan
+from pipelines.ladder.plan import LADDER, Ladder, Line, Plan, Point, Row, base_of, read_plan
 from pipelines.ladder.positions import PARTS, loss_by_position
-from pipelines.ladder.tune import tune, walk_line, walk_row
+from pipelines.ladder.tune import best_trial, tune, walk_line, walk_row
 from tests.conftest import small_run
 from tests.harness import clean_environment, small_ladder
 
@@ -323,6 +323,23 @@ def test_a_row_of_a_larger_rung_begins_with_the_better_of_two(tmp_path: Path) ->
     assert all(values["lr"] <= 0.01 for values in walked_on)  # from the better one
     assert found["diloco/m4"] == {"values": found["diloco/m2"]["values"], "trials": 0}
     assert found["diloco/m2"]["tuning_loss"] == 0
+
+
+def test_a_row_begins_with_its_best_trial_so_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ladder = small_ladder(tmp_path, tmp_path / "build", METHODS, TWO_RUNGS)
+    monkeypatch.setattr(Point, "made_from", lambda point: "this code")
+    row = ladder.plan.rows["diloco/m2"]
+    assert best_trial(ladder, row, "a") == []
+    for lr, loss, made_from in ((0.02, 3.0, "this code"), (0.04, 2.0, "older code"), (0.08, None, "this code")):
+        file = ladder.trial(row, "a", {"lr": lr, "gain": 4.0}).file
+        file.parent.mkdir(parents=True, exist_ok=True)
+        told = {"values": {"lr": lr, "gain": 4.0}, "val_loss": loss, "made_from": made_from}
+        file.write_text(json.dumps(told))
+    assert best_trial(ladder, row, "a") == [{"lr": 0.02, "gain": 4.0}]
+    walked = InClosedForm(lambda _, v: abs(v["lr"] - 0.02) + abs(v.get("gain", 4.0) - 4))
+    assert tune(ladder, "a", walked)["diloco/m2"]["values"] == {"lr": 0.02, "gain": 4.0}
+    begun = [values for _, name, values in walked.asked if name == "diloco/m2"][:2]
+    assert begun == [{"lr": 0.02, "gain": 1.0}, {"lr": 0.02, "gain": 4.0}]  # its parent's, and its own
 
 
 def test_commands_of_one_checkout_prepare_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

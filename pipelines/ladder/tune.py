@@ -6,6 +6,7 @@ walks going at once, and so that tests can walk over a loss in closed form.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Collection, Generator, Sequence
 from typing import Any
@@ -67,14 +68,22 @@ def _is_allowed(point: Point) -> bool:
         return False
 
 
+def best_trial(ladder: Ladder, row: Row, rung: str) -> list[dict[str, float]]:
+    """The values of a row's best trial at a rung, of those that are done; none where none is."""
+    files = sorted((ladder.results / "tuning" / rung / row.name).glob("*.json"))
+    points = [ladder.trial(row, rung, json.loads(file.read_text())["values"]) for file in files]
+    done = [told for point in points if _is_allowed(point) and (told := point.read()) and told["val_loss"] is not None]
+    return [min(done, key=lambda told: told["val_loss"])["values"]] if done else []
+
+
 def tune(ladder: Ladder, rung: str, workers: Workers, rows: Collection[str] = ()) -> dict[str, dict[str, Any]]:
     """Tune the rows of a rung and return what was found: of each row its values, its loss, and how many trials it took.
 
     What is found of a row is written at once, beside what had been found of others.
 
-    A row begins with the better of two: what was found for it at the rung below, and what was found for its parent
-    here. A row without lines takes its parent's as it is. Where a walk comes to settings that are refused (a pull
-    beyond its bound, say) it turns back.
+    A row begins with the best of three: what was found for it at the rung below, what was found for its parent here,
+    and its own best trial here so far (which another order of its lines may have come to). A row without lines takes
+    its parent's as it is. Where a walk comes to settings that are refused (a pull beyond its bound, say) it turns back.
 
     Args:
         ladder: whose plan it is.
@@ -116,7 +125,7 @@ def tune(ladder: Ladder, rung: str, workers: Workers, rows: Collection[str] = ()
     def walk(row: Row) -> Task:
         below, parent = known.get(row.name), found.get(row.start, before.get(row.start))
         if row.lines:
-            begun = [entry["values"] for entry in (below, parent) if entry] or [{}]
+            begun = [entry["values"] for entry in (below, parent) if entry] + best_trial(ladder, row, rung) or [{}]
             steps, files = walk_row(plan, row, begun), set()
             values = next(steps)
             try:
