@@ -152,9 +152,10 @@ CODECS = ("e3m0", "e2m1", "e4m3", "e5m2")
 
 @dataclasses.dataclass(frozen=True)
 class Bench:
-    """What all parts are given: sizes, the ladder, the rungs and rows to tune or train, and when time is up.
+    """Everything that a part is given to work with.
 
-    No rows are all that a rung has.
+    It holds the sizes, the ladder, the rungs and rows to tune or train (with no rows named, all rows of a rung are
+    meant), and the moment at which time is up.
     """
 
     sizes: Sizes
@@ -215,7 +216,7 @@ def offload(bench: Bench) -> dict[str, Any]:
         words = {"train": {"compile": False}, "method": {"offload_outer": offloaded, "sync_every_steps": period}}
         config = bench.run("streaming/h30", **words)
         found[name] = _trained(bench, config)
-    return found | {"bit_equal": len({run["val_loss"] for run in found.values()}) == 1}
+    return _compared(found)
 
 
 def graph(bench: Bench) -> dict[str, Any]:
@@ -224,6 +225,11 @@ def graph(bench: Bench) -> dict[str, Any]:
     for name, is_graph in (("kernel by kernel", False), ("as a graph", True)):
         train = {"cuda_graph": is_graph, "steps": bench.sizes.small_steps}
         found[name] = _trained(bench, bench.run("diloco/m2", rung=bench.sizes.small, train=train))
+    return _compared(found)
+
+
+def _compared(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return runs by name, and whether all have the same loss, bit for bit."""
     return found | {"bit_equal": len({run["val_loss"] for run in found.values()}) == 1}
 
 
@@ -335,7 +341,7 @@ def _told(command: list[str], word: str = "") -> bool:
 
 
 class TimeUp(Stopped):
-    """What time has left undone goes on in the next call."""
+    """Time was up before all was done; the next call goes on with what is left."""
 
 
 def _while_there_is_time(bench: Bench, work: Callable[[Workers], None]) -> None:

@@ -60,7 +60,7 @@ def test_a_compiled_run_is_the_run(
 
 
 class Replayed:
-    """What a CUDA graph does, on the CPU: passes that write what they find into the memory of the first ones."""
+    """A stand-in for a CUDA graph on the CPU, whose replay writes what its passes find into the first ones' memory."""
 
     def __init__(self, passes: Callable[[], Tensor], leaves: Sequence[Tensor]):
         self.passes, self.leaves = passes, leaves

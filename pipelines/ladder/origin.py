@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Origin:
-    """What points were made with, which is kept as origin.json beside them.
+    """The release of Python, the corpora and the probes that points were made with; it is kept beside them.
 
     python: its release. corpora: the digests of tokenizer and shards of each corpus; smoke: the same of the text that
     probes are trained on. probes: of each run the digests of its variants.

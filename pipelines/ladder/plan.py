@@ -324,6 +324,14 @@ class Ladder:
         return yaml.safe_load(file.read_text())
 
 
+def write_whole(file: Path, text: str) -> None:
+    """Write a file, and its folder where that is missing, so that a kill at any moment leaves all of it or nothing."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_suffix(".tmp")
+    partial.write_text(text)
+    partial.rename(file)
+
+
 def base_of(row: str, configs: Mapping[str, RunConfig]) -> str:
     """Return the row of data-parallel training with a row's batch and number of steps, against which its gap is taken.
 
@@ -341,7 +349,10 @@ def base_of(row: str, configs: Mapping[str, RunConfig]) -> str:
 
 
 def _deciding(settings: dict[str, Any]) -> dict[str, Any]:
-    """Those settings that decide the outcome: not links, checkpoints and how often rows are written."""
+    """Return the settings that decide a run's outcome.
+
+    Links, checkpoints and how often rows are written do not, and are left out.
+    """
     found = {name: section for name, section in settings.items() if name not in ("comm", "checkpoint")}
     return found | {"train": {name: value for name, value in found["train"].items() if name != "log_every"}}
 

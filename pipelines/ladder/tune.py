@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from lowcomm.settings import ConfigError
-from pipelines.ladder.plan import Ladder, Line, Plan, Point, Row, Values
+from pipelines.ladder.plan import Ladder, Line, Plan, Point, Row, Values, write_whole
 from pipelines.ladder.workers import Task, Workers
 
 #: Asks for the loss of some values, is sent it, and returns the best values with theirs.
@@ -115,12 +115,10 @@ def tune(ladder: Ladder, rung: str, workers: Workers, rows: Collection[str] = ()
         return [walk(plan.rows[child]) for child, start in starts.items() if start == name]
 
     def keep() -> None:
-        """Write what is known of rows that the plan has, in its order, whole or not at all."""
+        """Write what is known of rows that the plan has, in its order."""
         both = (ladder.read_tuned(rung) if file.exists() else {}) | found
-        file.parent.mkdir(parents=True, exist_ok=True)
-        partial = file.with_suffix(".tmp")
-        partial.write_text(yaml.safe_dump({name: both[name] for name in there.rows if name in both}, sort_keys=False))
-        partial.rename(file)
+        ordered = {name: both[name] for name in there.rows if name in both}
+        write_whole(file, yaml.safe_dump(ordered, sort_keys=False))
 
     def walk(row: Row) -> Task:
         below, parent = known.get(row.name), found.get(row.start, before.get(row.start))

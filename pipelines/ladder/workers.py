@@ -25,7 +25,7 @@ from lowcomm.codecs.bits import NotFinite
 from lowcomm.experiment import LAUNCHER_VARIABLE, SAVING_S
 from lowcomm.experiment.run_folder import RunFolder
 from lowcomm.experiment.source import source_digest
-from pipelines.ladder.plan import Point
+from pipelines.ladder.plan import Point, write_whole
 from pipelines.launch import KEEP_MEMORY, cores, environment
 
 #: Asks for points one after the other, is sent their outcomes, and returns the tasks that can begin when it has ended.
@@ -192,7 +192,7 @@ class Workers:
                 outcome = self._received(pipe, self._busy[pipe][1])
                 task, point = self._busy.pop(pipe)
                 self._idle.append(pipe)
-                _keep(point, outcome)
+                write_whole(point.file, json.dumps(outcome, indent=1) + "\n")
                 loss = "diverged" if outcome["val_loss"] is None else f"{outcome['val_loss']:.4f}"
                 print(f"{point.title}: {loss} ({outcome['seconds']:.0f} s)", flush=True)
                 begun.append((task, outcome))
@@ -208,11 +208,3 @@ class Workers:
         if outcome is None:
             raise Stopped(f"{point.title} was told to stop")
         return outcome
-
-
-def _keep(point: Point, outcome: dict[str, Any]) -> None:
-    """Write an outcome, whole or not at all."""
-    point.file.parent.mkdir(parents=True, exist_ok=True)
-    partial = point.file.with_suffix(".tmp")
-    partial.write_text(json.dumps(outcome, indent=1) + "\n")
-    partial.rename(point.file)
