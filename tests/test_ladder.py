@@ -109,6 +109,12 @@ def test_a_row_is_walked_from_the_better_of_its_starts() -> None:
         ({"rows": {"one": {"lines": ["ln"]}}}, "no line of rows.one named 'ln'"),
         ({"rows": {"one": {"begin": {"gian": 1.0}}}}, "no line of rows.one named 'gian'"),
         ({"rows": {"one": {"rungs": ["a"]}}}, "no rung of rows.one named 'a'"),
+        ({"rows": {"one": {"seeds": {"a": 3}}}}, "no rung of rows.one.seeds named 'a'"),
+        (
+            {"rungs": {"a": {"seeds": 1, "tuned_at": "a", "rows": []}}, "rows": {"one": {"seeds": {"a": 3}}}},
+            "rows.one.seeds has 'a', a rung that does not have this row",
+        ),
+        ({"rows": {"one": {"seeds": 3}}}, "rows.one.seeds = 3 must say how many at which rung"),
         ({"published": {"one": "noloco/smal"}}, "no size of published.one named 'noloco/smal'"),
         ({"rows": {"one": {"line": ["lr"]}}}, "unknown key rows.one.line in plan.yaml; did you mean 'lines'"),
         ({"headline": {"rung": "z", "rows": ["one"]}}, "no rung of the headline named 'z'"),
@@ -194,7 +200,7 @@ def test_a_row_may_have_fewer_seeds_than_its_rung_or_more() -> None:
         assert plan.rungs[rung].seeds_of(plan.rows[row]) == seeds
     points = LADDER.results_at("0.12M", ["diloco/m2", "averaging"])
     assert len(points) == 10
-    two = dataclasses.replace(plan.rows["averaging"], seeds=2)
+    two = dataclasses.replace(plan.rows["averaging"], seeds={"0.12M": 2})
     fewer = dataclasses.replace(plan, rows=plan.rows | {"averaging": two})
     ladder = Ladder(LADDER.folder, LADDER.build, LADDER.results)
     ladder.__dict__["plan"] = fewer
@@ -340,6 +346,37 @@ def test_a_row_begins_with_its_best_trial_so_far(tmp_path: Path, monkeypatch: py
     assert tune(ladder, "a", walked)["diloco/m2"]["values"] == {"lr": 0.02, "gain": 4.0}
     begun = [values for _, name, values in walked.asked if name == "diloco/m2"][:2]
     assert begun == [{"lr": 0.02, "gain": 1.0}, {"lr": 0.02, "gain": 4.0}]  # its parent's, and its own
+
+
+def test_what_has_been_found_and_still_stands_is_walked_again_only_where_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ladder = small_ladder(tmp_path, tmp_path / "build", METHODS, TWO_RUNGS)
+    code = ["this code"]
+    monkeypatch.setattr(Point, "made_from", lambda point: code[0])
+
+    def loss(_: str, v: dict[str, float]) -> float:
+        return math.log2(v["lr"] / 0.02) ** 2 + math.log2(v.get("gain", 2.0) / 2) ** 2
+
+    def walked(*rows: str) -> set[str]:
+        asked = InClosedForm(loss)
+        tune(ladder, "a", asked, rows)
+        return {row for _, row, _ in asked.asked}
+
+    assert walked() == {"plain", "diloco/m2"}
+    for name, found in ladder.read_tuned("a").items():
+        file = ladder.trial(ladder.plan.rows[name], "a", found["values"]).file
+        file.parent.mkdir(parents=True, exist_ok=True)
+        told = {"values": found["values"], "val_loss": found.get("tuning_loss"), "made_from": "this code"}
+        file.write_text(json.dumps(told))
+    assert walked() == set()
+    assert walked("diloco/m2") == {"diloco/m2"}
+    row = ladder.plan.rows["diloco/m4"]
+    ladder.plan.rows["diloco/m4"] = dataclasses.replace(row, lines=("lr",))
+    assert walked() == {"diloco/m4"}  # what it has is its parent's
+    ladder.plan.rows["diloco/m4"] = row
+    code[0] = "another code"
+    assert walked() == {"plain", "diloco/m2"}
 
 
 def test_commands_of_one_checkout_prepare_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -571,7 +608,8 @@ def test_headlines_are_of_the_largest_rung_that_has_them(small: Ladder) -> None:
 def test_a_row_is_at_the_largest_rung_that_has_its_seeds_whatever_others_wait_for(small: Ladder) -> None:
     small.tuned_file("a").parent.mkdir(parents=True)
     small.tuned_file("a").write_text(json.dumps({name: {"values": {}, "trials": 0} for name in small.plan.rows}))
-    small.plan.rungs["b"].more.update({"plain": 3, "diloco/m2": 3})
+    for row in ("plain", "diloco/m2"):
+        small.plan.rows[row].seeds["b"] = 3
     for rung, counts in (("a", (2, 2, 2)), ("b", (3, 3, 0))):
         for row, count in zip(small.plan.rows, counts, strict=True):
             for seed in range(count):

@@ -24,7 +24,7 @@ from numpy.typing import ArrayLike, NDArray
 from lowcomm.model.accounting import parameters
 from lowcomm.model.presets import PRESETS
 from lowcomm.settings import ConfigError
-from pipelines.ladder.plan import PUBLISHED, Ladder, Rung, base_of
+from pipelines.ladder.plan import PUBLISHED, Ladder, Rung, base_of, write_whole
 from pipelines.report import Comparison, published
 from pipelines.verdicts import Paired, Regime, log_ratios, quantile, student
 
@@ -400,8 +400,8 @@ def register(ladder: Ladder, what: str, asked: Collection[str] = ()) -> bool:
         else:
             there = told.setdefault(name, {"parameters": size, "seeds": plan.rungs[what].seeds, "rows": {}})
             there["rows"] |= predict(cells, new, size, seeds=there["seeds"])
-    file = ladder.results / "predictions.yaml"
-    file.write_text(yaml.safe_dump(told, sort_keys=False, default_flow_style=None))
+    text = yaml.safe_dump(told, sort_keys=False, default_flow_style=None)
+    write_whole(ladder.results / "predictions.yaml", text)
     return True
 
 

@@ -70,7 +70,7 @@ class Row:
 
     lines: its numbers, in the order in which they are tuned. start: the row whose values it begins with. begin: where
     lines begin that begin elsewhere in this row. rungs: those that have it; if empty, all that list no rows. seeds: how
-    many it has, where that is fewer than a rung's others have; 0: as many.
+    many it has at rungs where that is not the number of the others.
     """
 
     name: str
@@ -78,7 +78,7 @@ class Row:
     start: str = ""
     begin: tuple[tuple[str, float], ...] = ()
     rungs: tuple[str, ...] = ()
-    seeds: int = 0
+    seeds: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def run(self) -> str:
@@ -93,21 +93,17 @@ class Row:
 
 @dataclass(frozen=True)
 class Rung:
-    """A size: how many seeds its rows have, at which rung they are tuned, which rows it has, and if it wants a GPU.
-
-    more: rows that have another number of seeds here.
-    """
+    """A size: how many seeds its rows have, at which rung they are tuned, which rows it has, and if it wants a GPU."""
 
     name: str
     seeds: int
     tuned_at: str
     rows: tuple[str, ...]
     gpu: bool = False
-    more: Mapping[str, int] = field(default_factory=dict)
 
     def seeds_of(self, row: Row) -> int:
         """How many seeds a row has here."""
-        return self.more.get(row.name, min(self.seeds, row.seeds or self.seeds))
+        return row.seeds.get(self.name, self.seeds)
 
 
 @dataclass(frozen=True)
@@ -152,7 +148,9 @@ def read_plan(path: Path) -> Plan:
     for name, entry in told["rows"].items():
         _only(entry, {"from", "lines", "begin", "rungs", "seeds"}, f"rows.{name}")
         begin, own = entry.get("begin", {}), tuple(entry.get("rungs", ()))
-        start, seeds = entry.get("from", ""), entry.get("seeds", 0)
+        start, seeds = entry.get("from", ""), entry.get("seeds", {})
+        if not isinstance(seeds, dict):
+            raise ConfigError(f"rows.{name}.seeds = {seeds!r} must say how many at which rung, as {{0.12M: 3}}")
         row = Row(name, tuple(entry.get("lines", ())), start, tuple(begin.items()), own, seeds)
         for rung in own:
             pick(told["rungs"], rung, f"rung of rows.{name}")
@@ -162,16 +160,16 @@ def read_plan(path: Path) -> Plan:
             raise ConfigError(f"rows.{name} begins from {row.start!r}, which must stand before it")
         rows[name] = row
     for name, entry in told["rungs"].items():
-        _only(entry, {"seeds", "tuned_at", "rows", "gpu", "more"}, f"rungs.{name}")
+        _only(entry, {"seeds", "tuned_at", "rows", "gpu"}, f"rungs.{name}")
         chosen = tuple(entry.get("rows", (row.name for row in rows.values() if name in (row.rungs or (name,)))))
         for row in chosen:
             pick(rows, row, f"row of rungs.{name}")
         pick(told["rungs"], entry["tuned_at"], f"rung to tune {name} at")
-        more = entry.get("more", {})
-        for row in more:
-            if row not in chosen:
-                raise ConfigError(f"rungs.{name}.more has {row!r}, which is no row of this rung")
-        rungs[name] = Rung(name, entry["seeds"], entry["tuned_at"], chosen, entry.get("gpu", False), more)
+        rungs[name] = Rung(name, entry["seeds"], entry["tuned_at"], chosen, entry.get("gpu", False))
+    for row in rows.values():
+        for rung in row.seeds:
+            if row.name not in pick(rungs, rung, f"rung of rows.{row.name}.seeds").rows:
+                raise ConfigError(f"rows.{row.name}.seeds has {rung!r}, a rung that does not have this row")
     published = told.get("published", {})
     for row, preset in published.items():
         pick(rows, row, "row of published")

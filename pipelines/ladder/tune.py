@@ -76,10 +76,19 @@ def best_trial(ladder: Ladder, row: Row, rung: str) -> list[dict[str, float]]:
     return [min(done, key=lambda told: told["val_loss"])["values"]] if done else []
 
 
+def still_stands(ladder: Ladder, row: Row, rung: str, entry: dict[str, Any] | None) -> bool:
+    """Whether what was found of a row comes from a trial of its own, of all its lines, that still holds."""
+    if entry is None or "tuning_loss" not in entry or not set(row.lines) <= set(entry["values"]):
+        return False
+    point = ladder.trial(row, rung, entry["values"])
+    return _is_allowed(point) and bool(told := point.read()) and told["val_loss"] == entry["tuning_loss"]
+
+
 def tune(ladder: Ladder, rung: str, workers: Workers, rows: Collection[str] = ()) -> dict[str, dict[str, Any]]:
     """Tune the rows of a rung and return what was found: of each row its values, its loss, and how many trials it took.
 
-    What is found of a row is written at once, beside what had been found of others.
+    What is found of a row is written at once, beside what had been found of others. Where no rows are named, those of
+    which something has been found that `still_stands` are left as they are; named, they are walked once more.
 
     A row begins with the best of three: what was found for it at the rung below, what was found for its parent here,
     and its own best trial here so far (which another order of its lines may have come to). A row without lines takes
@@ -122,7 +131,9 @@ def tune(ladder: Ladder, rung: str, workers: Workers, rows: Collection[str] = ()
 
     def walk(row: Row) -> Task:
         below, parent = known.get(row.name), found.get(row.start, before.get(row.start))
-        if row.lines:
+        if row.lines and row.name not in rows and still_stands(ladder, row, rung, before.get(row.name)):
+            found[row.name] = before[row.name]
+        elif row.lines:
             begun = [entry["values"] for entry in (below, parent) if entry] + best_trial(ladder, row, rung) or [{}]
             steps, files = walk_row(plan, row, begun), set()
             values = next(steps)
