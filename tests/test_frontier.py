@@ -216,6 +216,8 @@ def test_what_crosses_and_what_is_hard_is_said_in_words() -> None:
     assert crossing(subspace) == f"a subspace of 4 of {subspace.model.dim}, in 2 of 4 replicas"
     low_rank = composed(kind="low_rank", rank=2, codec="e3m0", error_feedback=True)
     assert crossing(low_rank) == "low rank of 2, in e3m0, errors kept"
+    projection = composed(kind="projection", rank=2, codec="e3m0")
+    assert crossing(projection) == f"a projection on 2 of {projection.model.dim}, in e3m0"
     assert crossing(composed()) == "all values"
     unlike = dataclasses.replace(low_rank, train=dataclasses.replace(low_rank.train, alike=0.0))
     assert hardship(unlike) == "unlike text, H = 4"
@@ -259,5 +261,5 @@ def test_the_rows_of_the_page_are_the_plan_s() -> None:
     assert len(set(ROWS)) == len(ROWS)
     configs = LADDER.configs("0.12M")
     assert {base_of(row, configs) for row in ROWS} == {f"{YARDSTICK}/batch", f"{YARDSTICK}/doubled"}
-    for row in ("together/all", "hundred/low_rank"):
+    for row in ("together/all", "hundred/projection"):
         assert (configs[row].stages, configs[row].train.accumulation) == (STAGES, MICRO_BATCHES)

@@ -18,6 +18,7 @@ from lowcomm.model.decoder import Decoder, KeyValues
 
 SMALL = ModelConfig(16, 4, 4, 32, 300, 24, kv_heads=2)
 DENSE, SUBSPACE = BoundaryConfig(), BoundaryConfig("subspace", 4)
+ALL = BoundaryConfig("projection", 16)  # on all dimensions, so that nothing is lost
 
 
 def _model(boundary: BoundaryConfig, config: ModelConfig = SMALL) -> Decoder:
@@ -42,7 +43,7 @@ def test_reading_on_gives_the_logits_of_reading_at_once() -> None:
         torch.testing.assert_close(torch.cat(parts, 1), model.hidden(ids), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("boundary", [DENSE, SUBSPACE], ids=["dense", "subspace"])
+@pytest.mark.parametrize("boundary", [DENSE, SUBSPACE, ALL], ids=["dense", "subspace", "projection"])
 @pytest.mark.parametrize(("stages", "groups"), [(1, 1), (2, 1), (4, 3), (4, 5)])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_a_pipeline_writes_what_one_model_writes(

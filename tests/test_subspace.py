@@ -477,7 +477,7 @@ def test_a_means_projection_is_the_same_before_and_after_it_is_applied(corpus: P
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype")  # of norms of queries and keys, on a CPU
-@pytest.mark.parametrize("boundary", [{}, MOVING, {"kind": "low_rank", "rank": 3}])
+@pytest.mark.parametrize("boundary", [{}, MOVING, {"kind": "low_rank", "rank": 3}, {"kind": "projection"}])
 def test_boundaries_are_computed_in_fp32_where_the_rest_is_not(boundary: dict, corpus: Path, tmp_path: Path) -> None:
     """bf16 autocast, evaluations included; weights are rounded then, and losses with them."""
     config = held(boundary=boundary, stages=2, train={"precision": "bf16", "eval_every": 6})
@@ -546,6 +546,8 @@ BOUNDARIES = [
     {"kind": "dense", "rank": 0, "codec": "dropout", "codec_keep": 0.2, "error_feedback": True},
     {"kind": "low_rank", "rank": 3},
     {"kind": "low_rank", "rank": 3, "codec": "bf16", "error_feedback": True},
+    {"kind": "projection"},
+    {"kind": "projection", "codec": "e3m0", "error_feedback": True},
     {"codec": "int8"},
     {"codec": "e3m0", "error_feedback": True},
     {},

@@ -85,6 +85,7 @@ CHOICES: dict[str, dict[str, dict[str, Any]]] = {
         "reparametrised": {"boundary": SUBSPACE | {"mode": "reparametrised"}},
         "quantised_subspace": {"boundary": SUBSPACE | {"codec": "int8", "error_feedback": True}},
         "low_rank": {"boundary": {"kind": "low_rank", "rank": 4, "error_feedback": True}},
+        "projection": {"boundary": {"kind": "projection", "rank": 4, "codec": "e3m0"}},
         "topk": {"boundary": {"codec": "topk", "codec_keep": 0.25}},
         "some_subspace": {"boundary": {"kind": "subspace", "rank": 4, "replicas": 2}},
         "some_quantised": {"boundary": {"codec": "int8", "replicas": 1}},
@@ -298,6 +299,7 @@ SHOWN: dict[str, dict[str, str]] = {
     "subspace pipeline": {"boundary": "subspace"},
     "half of them compress": {"boundary": "some_subspace"},
     "low-rank pipeline": {"boundary": "low_rank"},
+    "projecting pipeline": {"boundary": "projection"},
     "Muon": {"inner": "muon"},
     "unlike text": {"text": "unlike"},
 }

@@ -299,6 +299,7 @@ def _check_some_compress(config: RunConfig) -> None:
     apart = {
         f"method.exchange = {m.exchange}, but with local updates": not config.exchanges_parameters,
         f"method.route = {m.route}, as routes mix replicas": m.route != "fixed",
+        f"method.boundary.kind = {b.kind}, as all have what is fixed of the embedding": b.kind == "projection",
         f"method.boundary.mode = {b.mode}": b.mode != "projected",
         f"method.boundary.update_every_steps = {b.update_every_steps}, as all must know how a subspace moves": bool(
             b.update_every_steps

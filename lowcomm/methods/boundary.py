@@ -3,6 +3,7 @@
     dense      x as it is
     subspace   (x - T_fixed[ids]) U, and the token ids, from which the next stage rebuilds x (Protocol Models, Eq. 8);
                of gradients g U (Eq. 9). Exact in fp32, for a model that keeps to the subspace: see `subspace`
+    projection the same coordinates of a model that does not keep to it, without the ids; lossy (`projection`)
     low_rank   P Q^T, the best approximation of rank r that two power iterations find; lossy
 
 What is sent of x goes through a codec, which may be lossy too: sparse or quantised activations. With error feedback,
@@ -20,6 +21,7 @@ ids in as few bytes each as hold the vocabulary.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from abc import ABC, abstractmethod
@@ -93,12 +95,16 @@ class Boundary(Choice, ABC):
         seed: of the codec's random choices.
 
     Attributes:
-        wants_ids: whether token ids travel with activations, to rebuild what is fixed of the embedding. (Targets do
-            not travel: the last stage draws them from the data.)
+        wants_ids: whether whoever reads activations wants their token ids, to rebuild what is fixed of the embedding.
+        sends_ids: whether these travel with activations; else the reader draws them from the data (as the last stage
+            draws targets, which never travel).
+        lossy: whether something is lost whatever the codec.
         error_of_stream: whether error feedback keeps what was lost of x [n, D], and not of the values sent.
     """
 
     wants_ids: ClassVar[bool] = False
+    sends_ids: bool = True
+    lossy: ClassVar[bool] = False
     error_of_stream: ClassVar[bool] = False
 
     def __init__(self, config: BoundaryConfig, shape: ModelConfig, model: Decoder | None = None, *, seed: int = 0):
@@ -132,7 +138,19 @@ class Boundary(Choice, ABC):
 
     def activation_bytes(self, tokens: int) -> int:
         """Bytes of one message of activations."""
-        return self.codec.nbytes(self.numel(tokens)) + self.wants_ids * tokens * id_bytes(self.vocab_size)
+        with_ids = self.wants_ids and not self.draws_ids
+        return self.codec.nbytes(self.numel(tokens)) + with_ids * tokens * id_bytes(self.vocab_size)
+
+    @property
+    def draws_ids(self) -> bool:
+        """Whether whoever reads activations must bring their token ids."""
+        return self.wants_ids and not self.sends_ids
+
+    def sending_ids(self) -> Boundary:
+        """This boundary for tokens that no stage but the first knows: ids travel wherever they are wanted."""
+        found = copy.copy(self)
+        found.sends_ids = True
+        return found
 
     def gradient_bytes(self, tokens: int) -> int:
         """Bytes of one message of gradients."""
@@ -157,19 +175,26 @@ class Boundary(Choice, ABC):
 
     @_in_fp32
     def activations(self, x: Tensor, ids: Tensor | None, *, turn: int = 0, slot: int | None = None) -> Tensor:
-        """The message of activations [B, T, D] of token ids [B, T], which only a subspace wants to know.
+        """The message of activations [B, T, D] of token ids [B, T], which only some boundaries want to know.
 
         `turn` decides a codec's random choices; `slot`, a micro-batch, has errors of its own (None: no feedback).
         """
         ids = ids.reshape(-1) if self.wants_ids else None
         packed = self._encoded(x, ids, 2 * turn, None if slot is None else f"activations/{slot}")
-        return packed if ids is None else torch.cat([packed, pack_ids(ids, self.vocab_size)])
+        return packed if ids is None or self.draws_ids else torch.cat([packed, pack_ids(ids, self.vocab_size)])
 
     @_in_fp32
-    def read_activations(self, message: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor | None]:
-        """Activations [B, T, D] and, where they travel, ids [B, T], from a message; `shape`: (B, T)."""
+    def read_activations(
+        self, message: Tensor, shape: tuple[int, int], drawn: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Activations [B, T, D] and, where they are wanted, ids [B, T], from a message; `shape`: (B, T).
+
+        `drawn` are the ids [B, T] from the data, of a boundary that `draws_ids`.
+        """
         tokens, ids = shape[0] * shape[1], None
-        if self.wants_ids:
+        if self.draws_ids:
+            ids = drawn.reshape(-1)
+        elif self.wants_ids:
             size = self.codec.nbytes(self.numel(tokens))
             message, packed = message.split([size, message.numel() - size])
             ids = unpack_ids(packed, self.vocab_size)
@@ -209,12 +234,13 @@ class LowRank(Boundary):
 
     names = ("low_rank",)
     settings = ("rank",)
+    lossy = True
     error_of_stream = True
 
     @classmethod
     def check(cls, config: BoundaryConfig, width: int, tokens: int) -> None:
         """Refuse ranks above the width and the tokens of a message."""
-        _check_rank(config.rank, min(width, tokens))
+        check_rank(config.rank, min(width, tokens))
 
     def numel(self, tokens: int) -> int:
         return min(self.rank, tokens, self.width) * (tokens + self.width)
@@ -238,7 +264,7 @@ class InSubspace(Boundary):
     @classmethod
     def check(cls, config: BoundaryConfig, width: int, tokens: int) -> None:
         """Refuse ranks above the width, and settings of an optimizer or an update that cannot be."""
-        _check_rank(config.rank, width)
+        check_rank(config.rank, width)
         if config.mode == "reparametrised" and config.second_moment != "row":
             raise ConfigError("method.boundary.second_moment means nothing with mode = reparametrised")
         if bool(config.update_every_steps) != bool(config.update_lr):
@@ -259,7 +285,8 @@ class InSubspace(Boundary):
         return x if ids_T is None else x.add_(self.model.fixed_VD[ids_T])
 
 
-def _check_rank(rank: int, most: int) -> None:
+def check_rank(rank: int, most: int) -> None:
+    """Raise ConfigError for a rank that is not from 1 to `most`."""
     if not 1 <= rank <= most:
         raise ConfigError(
             f"method.boundary.rank = {rank} must be from 1 to {most}, the width of the stream or, if fewer, the tokens"
@@ -278,15 +305,16 @@ def check_boundary(config: BoundaryConfig, width: int, tokens: int, stages: int)
     """Raise ConfigError where settings do not go together; `tokens` is the number in a message."""
     check_bounds("method.boundary", config)
     codec = make_codec(config.codec, config.codec_keep, where="method.boundary.codec")
-    lossy = config.kind == "low_rank" or not codec.lossless
+    kind = choose(Boundary, config.kind, "method.boundary.kind")
+    lossy = kind.lossy or not codec.lossless
     if stages == 1 and (lossy or config.error_feedback):
         raise ConfigError(
             f"method.boundary = {config.kind} in {config.codec}, error_feedback = {config.error_feedback} means nothing"
             " with one stage"
         )
-    if config.error_feedback and not lossy:
+    if config.error_feedback and codec.lossless and not kind.error_of_stream:
         raise ConfigError("method.boundary.error_feedback means nothing where nothing is lost")
     if config.error_feedback:
         check_feedback(config.codec, config.codec_keep, "method.boundary")
     check_settings(Boundary, config.kind, "method.boundary.kind", config, BoundaryConfig())
-    choose(Boundary, config.kind, "method.boundary.kind").check(config, width, tokens)
+    kind.check(config, width, tokens)

@@ -17,14 +17,14 @@ from lowcomm.settings import number
 class BoundaryConfig:
     """Settings of the boundaries between a pipeline's stages, and of the constraint on the model that they need."""
 
-    kind: str = "dense"  # a `boundary.Boundary` by name: dense, subspace, low_rank
-    rank: int = number(0, at_least=0)  # k of subspace, r of low_rank
+    kind: str = "dense"  # a `boundary.Boundary` by name: dense, subspace, projection, low_rank
+    rank: int = number(0, at_least=0)  # k of subspace and projection, r of low_rank
     codec: str = "fp32"  # of what crosses
     codec_keep: float = 1.0  # as method.codec_keep
     error_feedback: bool = False
     #: How many replicas, the first ones, compress what crosses; 0: all. The others, whose links are fast, do not.
     replicas: int = number(0, at_least=0)
-    # From here on: only for kind = subspace, with one stage too.
+    # From here on: only for kind = subspace, with one stage too (and basis, for projection).
     dense_layers: int = number(1, at_least=0)  # the last ones, which are free
     mode: Literal["projected", "reparametrised"] = "projected"
     #: One for each row of all constrained matrices, of all but attention's (whose weights are projected each step), of
@@ -38,6 +38,8 @@ class BoundaryConfig:
     @property
     def constraint(self) -> Constraint | None:
         """The constraint on the model, if there is one."""
+        if self.kind == "projection":
+            return Constraint(self.rank, basis=self.basis, free=True)
         if self.kind != "subspace":
             return None
         return Constraint(self.rank, self.dense_layers, self.mode == "reparametrised", self.basis, self.table)

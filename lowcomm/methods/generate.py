@@ -62,6 +62,7 @@ def generate(
         raise ValueError(f"temperature = {temperature} must be at least 0")
     if not 1 <= groups <= B:
         raise ValueError(f"groups = {groups} must be from 1 to the {B} prompts")
+    boundary = boundary.sending_ids()
     first, last = world.stage == 0, world.stage == world.stages - 1
     vocab_size, me = model.config.vocab_size, world.replica
 
@@ -117,6 +118,7 @@ def generated_bytes(
     boundary: Boundary, stage: int, stages: int, sequences: int, prompt: int, new_tokens: int, groups: int = 1
 ) -> dict[str, int]:
     """Closed form of what a stage sends in `generate`, by purpose."""
+    boundary = boundary.sending_ids()
     sizes = [sequences // groups + (g < sequences % groups) for g in range(groups)]
     inner = stage < stages - 1
     each = id_bytes(boundary.vocab_size)

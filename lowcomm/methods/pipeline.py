@@ -4,8 +4,9 @@ Each stage runs the forward passes of all micro-batches, then their backward pas
 the next stage that the route names, their gradients come back the same way; both are sent while the next micro-batch
 is computed, and received into buffers that were posted at the beginning; what a message says of them is the boundary's
 to decide (`boundary`). The last stage draws the targets of whatever tokens come by from the data, which is a pure
-function of step and replica, so that no targets travel. It goes through its head and back at once, micro-batch by
-micro-batch, and keeps the gradient of the residual stream [B, T, D] in place of logits [B, T, V].
+function of step and replica, so that no targets travel (nor ids, where a boundary has them drawn too). It goes through
+its head and back at once, micro-batch by micro-batch, and keeps the gradient of the residual stream [B, T, D] in place
+of logits [B, T, V].
 
 With S equal stages and M micro-batches a step takes (M + S - 1) / M times what its stages compute: the share
 (S - 1) / (M + S - 1) of it is the bubble. The head's way back, among the forward passes, puts off the first gradients
@@ -170,15 +171,17 @@ class Pipeline:
         with self.autocast():  # one for all, so that they share each weight's cast
             for m, route in enumerate(routes):
                 x = ids = here[m]
+                if self.last or (boundary.draws_ids and not self.first):
+                    passing = batch(route.origin(self.world.stage, me)).chunk(count)[m]
                 if not self.first:
-                    x, ids = boundary.read_activations(arriving[m].wait(), x.shape)
+                    drawn = passing[:, :-1] if boundary.draws_ids else None
+                    x, ids = boundary.read_activations(arriving[m].wait(), x.shape, drawn)
                     x.requires_grad_()
                     arriving[m] = None
                 turn = (step * count + m) * self.world.size + self.world.rank
                 y, dy = self.hidden(x), None
                 if self.last:
-                    targets = batch(route.origin(self.world.stage, me)).chunk(count)[m][:, 1:]
-                    dy, entropy = self._through_head(y, targets)
+                    dy, entropy = self._through_head(y, passing[:, 1:])
                     entropies.append(entropy)
                 else:
                     message = boundary.activations(y, ids, turn=turn, slot=m)
@@ -219,7 +222,8 @@ class Pipeline:
         x = ids = tokens[:, :-1]
         if not self.first:
             nbytes = boundary.activation_bytes(x.numel())
-            x, ids = boundary.read_activations(self._expect(self._before(route), nbytes, "evaluation").wait(), x.shape)
+            message = self._expect(self._before(route), nbytes, "evaluation").wait()
+            x, ids = boundary.read_activations(message, x.shape, x)
         with self.autocast():
             y = self.hidden(x)
             if self.last:

@@ -170,11 +170,11 @@ def overhead_flops(c: ModelConfig, b: BoundaryConfig, sequences: int, tokens: in
     gradients [D, n], 4DRn, and of weights that AdamW moves out of it as much; "watching" the gradients at the last
     compressed layer, 2BTD^2. An update takes S U and its projection on the tangent, and projects weights and AdamW's
     first moments, 4DRn each (QR, and outer state, are not counted). Re-parametrised, nothing is projected, and an
-    update turns R coordinates, 2R^2 n each.
+    update turns R coordinates, 2R^2 n each. A `projection` compresses and rebuilds, and keeps nothing to anything.
     """
     D, R, bt = c.dim, b.rank, sequences * tokens
     n = _columns(c, b) + c.vocab_size
-    projected = b.mode == "projected"
+    projected = b.mode == "projected" and not b.constraint.free
     moving = b.update_every_steps > 0
     weights = {"row": 0, "mixed": max(0, c.layers - b.dense_layers) * c.heads * c.width_of_head, "element": n}
     carry = 4 * D * R * n if projected else 2 * R * R * n
@@ -195,6 +195,7 @@ def overhead_bytes(c: ModelConfig, b: BoundaryConfig, itemsize: int = 4) -> dict
     D, R, V = c.dim, b.rank, c.vocab_size
     mixed = max(0, c.layers - b.dense_layers) * c.ffn_dim
     rows = {"row": _columns(c, b) + V, "mixed": mixed + V, "element": 0}[b.second_moment]
+    rows = 0 if b.constraint.free else rows
     return {
         "fixed_embedding": V * D * itemsize,
         "basis": 4 * D * R,

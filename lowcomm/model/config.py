@@ -68,7 +68,8 @@ class Constraint:
     rank: R. dense_layers: the last layers, which are free. reparametrised: matrices are W = U Z with Z trained (the
     stream is written by U), so that no weight can leave; else they have their full shape, and whoever trains them
     keeps them there (`subspace`). basis: of random directions, or of the first R coordinates. table: what the trainable
-    embedding begins as, the fixed one's projection or zero.
+    embedding begins as, the fixed one's projection or zero. free: no weight is held to the subspace; boundaries of a
+    pipeline project on it (`projection`), and the trainable embedding begins as zero; only `basis` matters besides.
     """
 
     rank: int
@@ -76,6 +77,7 @@ class Constraint:
     reparametrised: bool = False
     basis: Literal["gaussian", "coordinates"] = "gaussian"
     table: Literal["projection", "zero"] = "projection"
+    free: bool = False
 
 
 def stage_layers(layers: int, stages: int, stage: int) -> range:

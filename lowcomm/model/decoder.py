@@ -212,11 +212,13 @@ class Decoder(nn.Module):
     @property
     def constrained_layers(self) -> range:
         """Layers that write to the subspace alone, of the whole decoder."""
-        return range(0 if self.constraint is None else max(0, self.config.layers - self.constraint.dense_layers))
+        if self.constraint is None or self.constraint.free:
+            return range(0)
+        return range(max(0, self.config.layers - self.constraint.dense_layers))
 
     def constrained(self) -> list[str]:
         """Parameters (of this stage) that write to the subspace, by name; the embedding first."""
-        if self.constraint is None:
+        if self.constraint is None or self.constraint.free:
             return []
         found = [] if self.embedding is None else ["embedding.weight"]
         for i in self.constrained_layers:
@@ -270,11 +272,14 @@ class Decoder(nn.Module):
         The fixed embedding becomes the whole table. With `split` it becomes what the trainable one lacks of it, so
         that both together are the table, as is right for one that has been trained.
         """
-        p = self.get_parameter(name)
+        p, table = self.get_parameter(name), name == "embedding.weight"
+        if table and self.constraint is not None and self.constraint.free:
+            self.fixed_VD.copy_(whole)
+            p.zero_()
+            return
         if name not in self.constrained():
             p.copy_(whole)
             return
-        table = name == "embedding.weight"
         begin = torch.zeros_like(whole) if table and self.constraint.table == "zero" else whole
         u = self.basis_DR.to(whole.device)
         coordinates = begin @ u if table else u.T @ begin
@@ -286,9 +291,9 @@ class Decoder(nn.Module):
     def whole(self, name: str) -> Tensor:
         """The weight of `full_shape` that a parameter stands for: U Z of what writes, and both embeddings' sum."""
         p = self.get_parameter(name).detach()
-        if name not in self.constrained():
-            return p
         table = name == "embedding.weight"
+        if name not in self.constrained():
+            return p + self.fixed_VD if table and self.constraint is not None else p
         if self.constraint.reparametrised:
             p = p @ self.basis_DR.T if table else self.basis_DR @ p
         return p + self.fixed_VD if table else p

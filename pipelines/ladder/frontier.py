@@ -72,7 +72,8 @@ ROWS = (
     "gasloc/m4",
     "selective/all",
     "selective/half",
-    "hundred/low_rank",
+    "projected/muon",
+    "hundred/projection",
 )
 #: Links whose times are predicted, in Mbit/s, with a latency in ms.
 RATES, LATENCY = (1000, 100, 10, 1), 20.0
@@ -115,6 +116,7 @@ def crossing(config: RunConfig) -> str:
     """Say what crosses between a run's stages: "a subspace of 8 of 64, in 2 of 4 replicas"."""
     b = config.method.boundary
     kinds = {"subspace": f"a subspace of {b.rank} of {config.model.dim}", "low_rank": f"low rank of {b.rank}"}
+    kinds["projection"] = f"a projection on {b.rank} of {config.model.dim}"
     told = [kinds.get(b.kind, "all values")]
     told += [f"in {b.codec}"] if b.codec != "fp32" else []
     told += ["errors kept"] if b.error_feedback else []
@@ -245,6 +247,7 @@ CHOICES: dict[str, dict[str, Any]] = {
     "subspace pipeline": {"stages": 2, "method": {"boundary": {"kind": "subspace", "rank": 4}}},
     "half of them compress": {"stages": 2, "method": {"boundary": {"kind": "subspace", "rank": 4, "replicas": 4}}},
     "low-rank pipeline": {"stages": 2, "method": {"boundary": {"kind": "low_rank", "rank": 4}}},
+    "projecting pipeline": {"stages": 2, "method": {"boundary": {"kind": "projection", "rank": 4}}},
     "Muon": {"train": {"optimizer": "muon", "muon_lr": 0.02}},
     "unlike text": {"train": {"alike": 0.0}},
     "a replica that lies": {"method": {"byzantine": 1}},
