@@ -14,6 +14,7 @@ from lowcomm.comm.start import run_threads
 from lowcomm.comm.world import World
 from lowcomm.experiment.batches import TokenData
 from lowcomm.experiment.train import train_in_threads
+from lowcomm.experiment.trainer import initial_model, saved_model
 from lowcomm.methods.boundary import make_boundary
 from lowcomm.methods.config import BoundaryConfig
 from lowcomm.methods.subspace import overhead_bytes, overhead_flops
@@ -89,6 +90,15 @@ def run(boundary: dict[str, Any], **override: Any) -> Any:
     kind = {"kind": "projection", "rank": 4} | boundary
     method = {"boundary": kind} | override.pop("method", {})
     return small_run(override.pop("run", "data_parallel"), **usual | override | {"method": method})
+
+
+def test_what_is_saved_has_the_tables(corpus: Path, tmp_path: Path) -> None:
+    config = run({}, train={"steps": 2})
+    train_in_threads(config, corpus, tmp_path / "run")
+    model, begun = saved_model(config, tmp_path / "run" / "model.safetensors"), initial_model(config)
+    assert torch.equal(model.fixed_VD, begun.fixed_VD)
+    assert torch.equal(model.basis_DR, begun.basis_DR)
+    assert model.embedding.weight.any()  # it has been trained
 
 
 @pytest.mark.parametrize("rank", [2, 16])

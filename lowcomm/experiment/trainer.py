@@ -66,9 +66,7 @@ def saved_model(config: RunConfig, weights: Path) -> Decoder:
     Raises ConfigError where the file holds another model than the configuration says.
     """
     model = Decoder(config.model, config.constraint)
-    wanted = dict(model.named_parameters())
-    if model.constraint is not None:
-        wanted |= {"basis_DR": model.basis_DR, "fixed_VD": model.fixed_VD}  # no part of the state of training
+    wanted = dict(model.named_parameters()) | model.tables()
     there = load_file(weights)
     for name in sorted(wanted.keys() | there.keys()):
         shapes = [list(tensors[name].shape) if name in tensors else "missing" for tensors in (there, wanted)]
@@ -291,7 +289,7 @@ class Trainer:
 
         On the ranks of replica 0; every rank must ask.
         """
-        world, fixed = self.world, self.subspace.tables()
+        world, fixed = self.world, self.model.tables()
         if world.stages == 1 or world.replica:
             return weights | fixed
         flat = torch.cat([w.detach().reshape(-1).float() for w in weights.values()])

@@ -243,10 +243,6 @@ class Unconstrained:
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Put back what `tensors` gave."""
 
-    def tables(self) -> dict[str, Tensor]:
-        """Return the tables that a saved model needs besides its parameters, by name."""
-        return {}
-
 
 class Subspace(Unconstrained):
     """One rank's part in it: keeps to the subspace what it trains, and moves the subspace.
@@ -382,7 +378,3 @@ class Subspace(Unconstrained):
         """Put back what `tensors` gave."""
         for name, value in self.tensors().items():
             value.copy_(tensors[name])
-
-    def tables(self) -> dict[str, Tensor]:
-        """The basis and the fixed embedding."""
-        return {"basis_DR": self.basis, "fixed_VD": self.model.fixed_VD}

@@ -216,6 +216,10 @@ class Decoder(nn.Module):
             return range(0)
         return range(max(0, self.config.layers - self.constraint.dense_layers))
 
+    def tables(self) -> dict[str, Tensor]:
+        """What a saved model needs besides its parameters, by name: with a constraint its basis and fixed embedding."""
+        return {} if self.constraint is None else {"basis_DR": self.basis_DR, "fixed_VD": self.fixed_VD}
+
     def constrained(self) -> list[str]:
         """Parameters (of this stage) that write to the subspace, by name; the embedding first."""
         if self.constraint is None or self.constraint.free:
