@@ -453,9 +453,11 @@ def _shown_trials(found: dict[str, Any]) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A part: what it does and returns, what its page says below its heading, and how the page shows what it found.
+    """A part of what a GPU has to show.
 
-    goes_on: whether it goes on where the last call has stopped, so that it is called again though it has been done.
+    `measure` does it and returns what it found, `about` is what the page says below the part's heading, and `show`
+    turns what was found into lines of the page. A part that `goes_on` goes on where the last call has stopped, so that
+    it is called again though it has been done.
     """
 
     measure: Callable[[Bench], dict[str, Any]]

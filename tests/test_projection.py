@@ -43,7 +43,7 @@ def through(first: Decoder, second: Decoder, ids: Tensor, targets: Tensor) -> Te
 @pytest.mark.parametrize("rank", [3, 16])
 @pytest.mark.parametrize("route", ["fixed", "random_micro_batch"])
 def test_gradients_are_those_of_the_model_with_the_projection_in_it(route: str, rank: int, corpus: Path) -> None:
-    """Of replicas with weights of their own, over any route; ids are those of the tokens that come by."""
+    """Replicas have weights of their own, and over any route a stage draws the ids of the tokens that come by."""
     boundary, count = BoundaryConfig("projection", rank), 2
     data = TokenData(corpus, seq_len=32, global_batch=8, seed=0)
     models = []
@@ -73,7 +73,7 @@ def test_gradients_are_those_of_the_model_with_the_projection_in_it(route: str, 
 
 
 def test_the_trainable_embedding_begins_at_zero_and_both_together_are_what_dense_training_draws() -> None:
-    free, dense = Decoder(SHAPE, Constraint(4, free=True)).initialise(0), Decoder(SHAPE).initialise(0)
+    free, dense = Decoder(SHAPE, Constraint(4, table="zero", free=True)).initialise(0), Decoder(SHAPE).initialise(0)
     assert not free.embedding.weight.any()
     assert not free.constrained()
     assert not free.constrained_layers

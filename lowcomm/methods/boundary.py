@@ -138,16 +138,16 @@ class Boundary(Choice, ABC):
 
     def activation_bytes(self, tokens: int) -> int:
         """Bytes of one message of activations."""
-        with_ids = self.wants_ids and not self.draws_ids
+        with_ids = self.wants_ids and self.sends_ids
         return self.codec.nbytes(self.numel(tokens)) + with_ids * tokens * id_bytes(self.vocab_size)
 
     @property
     def draws_ids(self) -> bool:
-        """Whether whoever reads activations must bring their token ids."""
+        """Tell whether the reader of a message of activations must bring their token ids, as they do not travel."""
         return self.wants_ids and not self.sends_ids
 
     def sending_ids(self) -> Boundary:
-        """This boundary for tokens that no stage but the first knows: ids travel wherever they are wanted."""
+        """Return a copy of this boundary whose ids travel, for tokens that no stage but the first knows."""
         found = copy.copy(self)
         found.sends_ids = True
         return found
@@ -181,7 +181,7 @@ class Boundary(Choice, ABC):
         """
         ids = ids.reshape(-1) if self.wants_ids else None
         packed = self._encoded(x, ids, 2 * turn, None if slot is None else f"activations/{slot}")
-        return packed if ids is None or self.draws_ids else torch.cat([packed, pack_ids(ids, self.vocab_size)])
+        return torch.cat([packed, pack_ids(ids, self.vocab_size)]) if ids is not None and self.sends_ids else packed
 
     @_in_fp32
     def read_activations(

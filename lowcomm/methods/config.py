@@ -39,7 +39,7 @@ class BoundaryConfig:
     def constraint(self) -> Constraint | None:
         """The constraint on the model, if there is one."""
         if self.kind == "projection":
-            return Constraint(self.rank, basis=self.basis, free=True)
+            return Constraint(self.rank, basis=self.basis, table="zero", free=True)
         if self.kind != "subspace":
             return None
         return Constraint(self.rank, self.dense_layers, self.mode == "reparametrised", self.basis, self.table)

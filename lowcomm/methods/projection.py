@@ -24,7 +24,7 @@ from lowcomm.methods.config import BoundaryConfig
 
 
 class Projection(InSubspace):
-    """Coordinates in the subspace; what lies outside of it is lost."""
+    """A message holds coordinates in the subspace, and what lies outside of it is lost."""
 
     names = ("projection",)
     settings = ("rank", "basis")

@@ -195,12 +195,11 @@ def overhead_bytes(c: ModelConfig, b: BoundaryConfig, itemsize: int = 4) -> dict
     D, R, V = c.dim, b.rank, c.vocab_size
     mixed = max(0, c.layers - b.dense_layers) * c.ffn_dim
     rows = {"row": _columns(c, b) + V, "mixed": mixed + V, "element": 0}[b.second_moment]
-    rows = 0 if b.constraint.free else rows
     return {
         "fixed_embedding": V * D * itemsize,
         "basis": 4 * D * R,
         "gram": 4 * D * D if b.update_every_steps else 0,
-        "second_moment": -4 * rows * (D - 1) if b.mode == "projected" else 0,
+        "second_moment": -4 * rows * (D - 1) if b.mode == "projected" and not b.constraint.free else 0,
     }
 
 

@@ -68,8 +68,8 @@ class Constraint:
     rank: R. dense_layers: the last layers, which are free. reparametrised: matrices are W = U Z with Z trained (the
     stream is written by U), so that no weight can leave; else they have their full shape, and whoever trains them
     keeps them there (`subspace`). basis: of random directions, or of the first R coordinates. table: what the trainable
-    embedding begins as, the fixed one's projection or zero. free: no weight is held to the subspace; boundaries of a
-    pipeline project on it (`projection`), and the trainable embedding begins as zero; only `basis` matters besides.
+    embedding begins as, the fixed one's projection or zero. free: no weight is held to the subspace, but boundaries
+    of a pipeline project on it (`projection`); what is said of layers then means nothing.
     """
 
     rank: int

@@ -217,7 +217,10 @@ class Decoder(nn.Module):
         return range(max(0, self.config.layers - self.constraint.dense_layers))
 
     def tables(self) -> dict[str, Tensor]:
-        """What a saved model needs besides its parameters, by name: with a constraint its basis and fixed embedding."""
+        """Return what a saved model needs besides its parameters, by name.
+
+        With a constraint these are the basis and the fixed embedding; without one there is nothing.
+        """
         return {} if self.constraint is None else {"basis_DR": self.basis_DR, "fixed_VD": self.fixed_VD}
 
     def constrained(self) -> list[str]:
@@ -277,11 +280,7 @@ class Decoder(nn.Module):
         that both together are the table, as is right for one that has been trained.
         """
         p, table = self.get_parameter(name), name == "embedding.weight"
-        if table and self.constraint is not None and self.constraint.free:
-            self.fixed_VD.copy_(whole)
-            p.zero_()
-            return
-        if name not in self.constrained():
+        if self.constraint is None or not (table or name in self.constrained()):
             p.copy_(whole)
             return
         begin = torch.zeros_like(whole) if table and self.constraint.table == "zero" else whole
@@ -294,10 +293,9 @@ class Decoder(nn.Module):
     @torch.no_grad()
     def whole(self, name: str) -> Tensor:
         """The weight of `full_shape` that a parameter stands for: U Z of what writes, and both embeddings' sum."""
-        p = self.get_parameter(name).detach()
-        table = name == "embedding.weight"
-        if name not in self.constrained():
-            return p + self.fixed_VD if table and self.constraint is not None else p
+        p, table = self.get_parameter(name).detach(), name == "embedding.weight"
+        if self.constraint is None or not (table or name in self.constrained()):
+            return p
         if self.constraint.reparametrised:
             p = p @ self.basis_DR.T if table else self.basis_DR @ p
         return p + self.fixed_VD if table else p

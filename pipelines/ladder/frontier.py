@@ -115,8 +115,11 @@ def times_fewer(config: RunConfig) -> tuple[float, float]:
 def crossing(config: RunConfig) -> str:
     """Say what crosses between a run's stages: "a subspace of 8 of 64, in 2 of 4 replicas"."""
     b = config.method.boundary
-    kinds = {"subspace": f"a subspace of {b.rank} of {config.model.dim}", "low_rank": f"low rank of {b.rank}"}
-    kinds["projection"] = f"a projection on {b.rank} of {config.model.dim}"
+    kinds = {
+        "subspace": f"a subspace of {b.rank} of {config.model.dim}",
+        "projection": f"a projection on {b.rank} of {config.model.dim}",
+        "low_rank": f"low rank of {b.rank}",
+    }
     told = [kinds.get(b.kind, "all values")]
     told += [f"in {b.codec}"] if b.codec != "fp32" else []
     told += ["errors kept"] if b.error_feedback else []

@@ -68,20 +68,29 @@ def _is_allowed(point: Point) -> bool:
         return False
 
 
+def _done(point: Point) -> dict[str, Any] | None:
+    """Return the outcome of a trial; None where it is not done, or its settings are refused by now."""
+    return point.read() if _is_allowed(point) else None
+
+
 def best_trial(ladder: Ladder, row: Row, rung: str) -> list[dict[str, float]]:
-    """The values of a row's best trial at a rung, of those that are done; none where none is."""
+    """Return the values of the best of a row's trials that are done at a rung, or an empty list where none is."""
     files = sorted((ladder.results / "tuning" / rung / row.name).glob("*.json"))
     points = [ladder.trial(row, rung, json.loads(file.read_text())["values"]) for file in files]
-    done = [told for point in points if _is_allowed(point) and (told := point.read()) and told["val_loss"] is not None]
+    done = [told for point in points if (told := _done(point)) and told["val_loss"] is not None]
     return [min(done, key=lambda told: told["val_loss"])["values"]] if done else []
 
 
 def still_stands(ladder: Ladder, row: Row, rung: str, entry: dict[str, Any] | None) -> bool:
-    """Whether what was found of a row comes from a trial of its own, of all its lines, that still holds."""
+    """Tell whether what was found of a row still holds.
+
+    It does if it has a value for each of the row's lines, and a trial of these values that would be the same today has
+    the loss that was found.
+    """
     if entry is None or "tuning_loss" not in entry or not set(row.lines) <= set(entry["values"]):
         return False
-    point = ladder.trial(row, rung, entry["values"])
-    return _is_allowed(point) and bool(told := point.read()) and told["val_loss"] == entry["tuning_loss"]
+    told = _done(ladder.trial(row, rung, entry["values"]))
+    return told is not None and told["val_loss"] == entry["tuning_loss"]
 
 
 def tune(ladder: Ladder, rung: str, workers: Workers, rows: Collection[str] = ()) -> dict[str, dict[str, Any]]:
