@@ -243,7 +243,7 @@ SUBSPACE = BoundaryConfig("subspace", 10, update_every_steps=500, update_lr=1.0)
 def subspace_shares(sizes: Sizes) -> dict[str, list[float]]:
     """Shares of a step of each part, a value a step; "adamw": its seconds over plain AdamW's."""
     device, thin = default_device(), sizes.thin
-    model = Decoder(thin, SUBSPACE.constraint).initialise(0).to(device)
+    model = Decoder(thin, SUBSPACE.constraint(stages=1)).initialise(0).to(device)
     trained, found = dict(model.named_parameters()), {}
 
     def work(world: World) -> None:

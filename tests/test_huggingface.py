@@ -505,6 +505,12 @@ def test_other_models_are_not_written(tmp_path: Path, change: dict[str, Any], me
     assert not (tmp_path / "out").exists()
 
 
+def test_a_model_that_projects_is_not_written(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="a model whose stream is projected between its layers is no Llama"):
+        save_folder(Decoder(LLAMA, Constraint(4, table="zero", stages=2)), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_stage_of_a_pipeline_is_not_written(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"the model lacks, or has besides, 'blocks.1.*only a whole one can be saved"):
         save_folder(Decoder(LLAMA).cut(0, 2), tmp_path)

@@ -237,7 +237,7 @@ def test_values_that_are_not_finite_are_refused_at_the_boundary(kind: str, codec
     """Whatever the codec: by which value it is, and in both directions."""
     shape = ModelConfig(16, 2, 4, 32, 64, 8)
     config = BoundaryConfig(kind, 4 if kind == "subspace" else 0, codec)
-    boundary = make_boundary(config, shape, Decoder(shape, config.constraint).initialise(0).cut(0, 2))
+    boundary = make_boundary(config, shape, Decoder(shape, config.constraint(2)).initialise(0).cut(0, 2))
     ids = torch.zeros(1, 8, dtype=torch.long)
     for bad in (torch.nan, torch.inf):
         x = torch.ones(1, 8, 16)

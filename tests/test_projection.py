@@ -48,7 +48,7 @@ def test_gradients_are_those_of_the_model_with_the_projection_in_it(route: str, 
     data = TokenData(corpus, seq_len=32, global_batch=8, seed=0)
     models = []
     for seed in (1, 2):
-        model = Decoder(SHAPE, boundary.constraint).initialise(0)
+        model = Decoder(SHAPE, boundary.constraint(2)).initialise(0)
         for p in model.parameters():
             p.data += 0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(seed))
         models.append(model)
@@ -73,12 +73,12 @@ def test_gradients_are_those_of_the_model_with_the_projection_in_it(route: str, 
 
 
 def test_the_trainable_embedding_begins_at_zero_and_both_together_are_what_dense_training_draws() -> None:
-    free, dense = Decoder(SHAPE, Constraint(4, table="zero", free=True)).initialise(0), Decoder(SHAPE).initialise(0)
+    free, dense = Decoder(SHAPE, Constraint(4, table="zero", stages=1)).initialise(0), Decoder(SHAPE).initialise(0)
     assert not free.embedding.weight.any()
     assert not free.constrained()
     assert not free.constrained_layers
     ids = torch.arange(32)[None]
-    assert torch.equal(free(ids), dense(ids))  # a whole model projects nowhere
+    assert torch.equal(free(ids), dense(ids))
     for name, p in dense.named_parameters():
         assert torch.equal(free.whole(name), p), name
     free.put("embedding.weight", 2 * free.fixed_VD)
@@ -92,13 +92,27 @@ def run(boundary: dict[str, Any], **override: Any) -> Any:
     return small_run(override.pop("run", "data_parallel"), **usual | override | {"method": method})
 
 
-def test_what_is_saved_has_the_tables(corpus: Path, tmp_path: Path) -> None:
-    config = run({}, train={"steps": 2})
-    train_in_threads(config, corpus, tmp_path / "run")
+@pytest.mark.parametrize(("codec", "tolerance"), [("fp32", 1e-6), ("e3m0", 0.02)])
+@pytest.mark.parametrize("stages", [2, 4])
+def test_what_is_saved_is_the_model_that_was_trained(
+    stages: int, codec: str, tolerance: float, corpus: Path, tmp_path: Path
+) -> None:
+    """It projects where the stages met, so that it has the pipeline's loss, but for the codec."""
+    config = run({"codec": codec}, stages=stages, train={"steps": 60, "lr": 0.02})
+    summary = train_in_threads(config, corpus, tmp_path / "run")
     model, begun = saved_model(config, tmp_path / "run" / "model.safetensors"), initial_model(config)
     assert torch.equal(model.fixed_VD, begun.fixed_VD)
     assert torch.equal(model.basis_DR, begun.basis_DR)
     assert model.embedding.weight.any()  # it has been trained
+    data = TokenData(corpus, seq_len=config.train.seq_len, global_batch=config.train.eval_sequences, seed=0)
+    tokens = data.held_out(config.train.eval_sequences)
+    with torch.no_grad():
+        whole = float(model.losses(tokens[:, :-1], tokens[:, 1:])[1])
+        model.projecting_layers = []
+        without = float(model.losses(tokens[:, :-1], tokens[:, 1:])[1])
+    assert whole == pytest.approx(summary["val_loss"], rel=tolerance)
+    if codec == "fp32":
+        assert without != pytest.approx(summary["val_loss"], rel=1e-5)
 
 
 @pytest.mark.parametrize("rank", [2, 16])

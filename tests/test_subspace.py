@@ -352,7 +352,7 @@ def test_what_the_update_sees_is_the_gradient_at_the_last_compressed_layer(corpu
         assert all(g is None for g in others)
     torch.testing.assert_close(found[2], found[1], rtol=1e-5, atol=1e-9)
     config = held(train={"accumulation": 2})
-    model = Decoder(config.model, config.method.boundary.constraint).initialise(config.seed)
+    model = Decoder(config.model, config.constraint).initialise(config.seed)
     t = config.train
     tokens = TokenData(corpus, seq_len=t.seq_len, global_batch=t.global_batch, seed=0).batch(1)
     gram = torch.zeros(16, 16)

@@ -102,7 +102,7 @@ def node_bytes(config: RunConfig) -> int:
         if config.exchanges_parameters and max(m.overlap_steps) > 0:
             held += 4 * max(f.numel for f in config.plan(stage).fragments)
         most = max(most, held)
-    if m.boundary.constraint is not None:
+    if config.constraint is not None:
         tables = overhead_bytes(config.model, m.boundary)
         most += sum(nbytes for nbytes in tables.values() if nbytes > 0)
     return most

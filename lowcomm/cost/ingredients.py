@@ -38,12 +38,14 @@ from lowcomm.settings import ConfigError
 
 @dataclass(frozen=True)
 class Method:
-    """Ingredients. `ratio`: D / R of a subspace, 1 for a dense boundary; `sync_every_steps`: H, 0 for gradients.
+    """Ingredients. `ratio`: D / R of a subspace or a projection, 1 for a dense boundary; `sync_every_steps`: H, 0 for
+    gradients.
 
     sparse_messages: of outer gradients the largest of each chunk, in 2 bits, with error feedback and no momentum
     (SparseLoCo). muon: Muon inside. rising_momentum: an outer momentum that rises from 0 in the first half of the run.
     gossip_momentum: with pairs, GASLoC's momentum in place of NoLoCo's. demo: DeMo, which sends the largest cosines of
-    what has not been sent yet after each step, with plain SGD inside.
+    what has not been sent yet after each step, with plain SGD inside. projection: between stages coordinates of a model
+    whose weights are free, in 4 bits, in place of a subspace.
     """
 
     sync_every_steps: int = 0
@@ -56,6 +58,7 @@ class Method:
     rising_momentum: bool = False
     gossip_momentum: bool = False
     demo: bool = False
+    projection: bool = False
 
     @property
     def name(self) -> str:
@@ -64,9 +67,14 @@ class Method:
         parts = ["gradients" if not self.sync_every_steps else f"every {self.sync_every_steps} steps"]
         parts += ["streaming"] * self.streaming + ["rising momentum"] * self.rising_momentum
         parts += ["pairs"] * self.pairs + ["GASLoC"] * self.gossip_momentum + ["sparse"] * self.sparse_messages
-        parts += [f"1/{self.slices} of MLPs"] * (self.slices > 1) + [f"subspace 1/{self.ratio}"] * (self.ratio > 1)
+        parts += [f"1/{self.slices} of MLPs"] * (self.slices > 1)
+        parts += [f"{self._between_stages} 1/{self.ratio}"] * (self.ratio > 1)
         parts += ["Muon"] * self.muon
         return ", ".join(parts)
+
+    @property
+    def _between_stages(self) -> str:
+        return "projection" if self.projection else "subspace"
 
     def ingredients(self, stages: int) -> dict[str, float]:
         """Return the ingredients that a table of penalties names -> their amounts; none for data-parallel training."""
@@ -85,7 +93,7 @@ class Method:
         if self.muon:
             found["Muon inside" if self.sync_every_steps else "Muon"] = 1.0
         if self.ratio > 1:
-            found["subspace"] = float(self.ratio)
+            found[self._between_stages] = float(self.ratio)
         return {name: amount for name, amount in found.items() if amount != NO_PENALTY.get(name)}
 
     def settings(self, model: ModelConfig, stages: int) -> MethodConfig:
@@ -94,7 +102,11 @@ class Method:
         boundary = BoundaryConfig(codec=codec)
         if self.ratio > 1:
             rank = max(1, model.dim // self.ratio)
-            boundary = BoundaryConfig("subspace", rank, codec, update_every_steps=500, update_lr=1.0)
+            boundary = (
+                BoundaryConfig("projection", rank, "e3m0")
+                if self.projection
+                else BoundaryConfig("subspace", rank, codec, update_every_steps=500, update_lr=1.0)
+            )
         route = "random_micro_batch" if self.pairs and stages > 1 else "fixed"
         if not self.sync_every_steps:
             return MethodConfig(exchange="gradients", boundary=boundary)
@@ -162,8 +174,8 @@ class Penalties:
     Args:
         table: has the columns ingredient, replicas, amount, parameters, log_ratio, deviation and source. Of "local
             updates" a row says what they cost at H = 30; of "rounds", what an H of its amount costs beyond that. The
-            amount of "slices" is their number, that of "subspace" D / k. A "composed" row is a run of all ingredients
-            at once, with H = 30, 2 slices, and a subspace of its amount.
+            amount of "slices" is their number, that of "subspace" and of "projection" D / k. A "composed" row is a run
+            of all ingredients at once, with H = 30, 2 slices, and a subspace of its amount.
         law: says how many tokens make up for a loss.
     """
 
@@ -190,7 +202,7 @@ class Penalties:
         if ingredient not in self._sources:
             raise ConfigError(f"nothing has measured {ingredient}")
         asked = {"amount": amount, "parameters": parameters, "replicas": replicas}
-        if ingredient in ("subspace", "Muon"):  # the same however many replicas there are
+        if ingredient in ("subspace", "projection", "Muon"):  # the same however many replicas there are
             del asked["replicas"]
         apart = {
             source: [min(abs(math.log(value / getattr(row, name))) for row in rows) for name, value in asked.items()]

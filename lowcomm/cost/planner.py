@@ -4,9 +4,9 @@
 
 A configuration is a grid of replicas x stages and a method: gradients exchanged, DeMo, or local updates with any of
 streaming (fragments, overlap, 4 bits), pairs and slices, or with sparse messages, an outer momentum that rises, or
-GASLoC's; with stages, a dense boundary or a subspace; AdamW or Muon inside. What settings refuse, and what does not fit
-into memory, is left out. Time and bytes are `predict`'s, memory is `footprint`'s. The global batch is rounded to what
-the replicas can share.
+GASLoC's; with stages, a dense boundary, a subspace or, with Muon, a projection; AdamW or Muon inside. What settings
+refuse, and what does not fit into memory, is left out. Time and bytes are `predict`'s, memory is `footprint`'s. The
+global batch is rounded to what the replicas can share.
 
 Loss is not predicted: it is what runs measured of each ingredient, ours or a paper's, whichever is nearer
 (`ingredients`), turned into the tokens, and so the days, that buy a penalty back: these rank configurations. A method
@@ -21,7 +21,7 @@ import functools
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +85,7 @@ class Cluster:
             return self.links, self.links
         inside = Links(self.inside_mbit_per_s, stragglers=self.links.stragglers)
         shards = self.per_box // width  # of a box, which share its link to the others
-        shared = dataclasses.replace(self.links, mbit_per_s=self.links.mbit_per_s / shards)
+        shared = replace(self.links, mbit_per_s=self.links.mbit_per_s / shards)
         alone = self.nodes == self.per_box
         return (inside if alone else shared), (inside if alone or shards % stages == 0 else shared)
 
@@ -117,8 +117,8 @@ class Job:
         return near
 
 
-#: H, slices and ratios that are tried.
-ROUNDS, SLICES, RATIOS = (30, 100, 300, 1000), (1, 2, 4, 8), (1, 8, 100)
+#: H, slices, ratios of a subspace and ratio of a projection that are tried.
+ROUNDS, SLICES, RATIOS, PROJECTED = (30, 100, 300, 1000), (1, 2, 4, 8), (1, 8, 100), 16
 #: Muon's rate to begin tuning with.
 MUON_LR = 0.02
 #: Rounds that a run must have room for.
@@ -127,22 +127,24 @@ FEWEST_ROUNDS = 10
 
 def methods(replicas: int, stages: int) -> Iterator[Method]:
     """All that a grid allows."""
-    inside = [(ratio, False) for ratio in (RATIOS if stages > 1 else (1,))] + [(1, True)]  # Muon wants whole matrices
-    for ratio, muon in inside:
-        yield Method(ratio=ratio, muon=muon)
+    inside = [Method(ratio=ratio) for ratio in (RATIOS if stages > 1 else (1,))] + [Method(muon=True)]
+    inside += [Method(ratio=PROJECTED, muon=True, projection=True)] * (stages > 1)
+    for base in inside:
+        yield base
         if replicas == 1:
             continue
         for sync_every_steps in ROUNDS:
+            local = replace(base, sync_every_steps=sync_every_steps)
             for streaming in (False, True):
                 for pairs in (False, True) if replicas > 2 else (False,):
-                    for slices in SLICES[:1] if muon else SLICES:
+                    for slices in SLICES[:1] if base.muon else SLICES:  # Muon wants whole matrices
                         if (2 if pairs else replicas) % slices == 0:  # each owned in a group
-                            yield Method(sync_every_steps, streaming, pairs, slices, ratio, muon=muon)
-                yield Method(sync_every_steps, streaming, ratio=ratio, muon=muon, rising_momentum=True)
-            yield Method(sync_every_steps, ratio=ratio, sparse_messages=True, muon=muon)
+                            yield replace(local, streaming=streaming, pairs=pairs, slices=slices)
+                yield replace(local, streaming=streaming, rising_momentum=True)
+            yield replace(local, sparse_messages=True)
             if replicas > 2:
-                yield Method(sync_every_steps, pairs=True, ratio=ratio, muon=muon, gossip_momentum=True)
-        if ratio == 1 and not muon:
+                yield replace(local, pairs=True, gossip_momentum=True)
+        if base == Method():
             yield Method(1, demo=True)
 
 
@@ -306,6 +308,7 @@ SINCE = {
     "rising_momentum": "a momentum that rises",
     "gossip_momentum": "GASLoC's momentum",
     "demo": "DeMo",
+    "projection": "a projection between stages",
 }
 
 
@@ -410,12 +413,12 @@ def model_of(asked: str, seq_len: int = 0) -> ModelConfig:
         from lowcomm.model.huggingface import read_config  # with torch, which the rest does without
 
         model = read_config(path if path.is_dir() else path.parent)
-        model = dataclasses.replace(model, seq_len=min(model.seq_len, 4096))
+        model = replace(model, seq_len=min(model.seq_len, 4096))
     else:
         alike = sorted(name for name in PRESETS if asked in name)
         hint = f"; did you mean {' or '.join(map(repr, alike))}?" if alike else nearest(asked, PRESETS)
         raise ConfigError(f"no preset named {asked!r}{hint}")
-    return dataclasses.replace(model, seq_len=seq_len) if seq_len else model
+    return replace(model, seq_len=seq_len) if seq_len else model
 
 
 def question(cluster: Cluster, job: Job, name: str) -> str:
@@ -458,7 +461,7 @@ def write_project(row: Any, job: Job, folder: Path) -> None:
         raise ConfigError(f"{file} exists already: --write makes a project of its own")
     config = run_of(method_of(row), job, row.replicas, row.stages, recompute=row.recompute)
     steps = config.train.steps
-    train = dataclasses.replace(
+    train = replace(
         config.train,
         lr=LEARNING_RATE,
         warmup_steps=steps // 20,
@@ -466,8 +469,8 @@ def write_project(row: Any, job: Job, folder: Path) -> None:
         eval_sequences=row.replicas * max(1, 256 // row.replicas),
         compile=row.stages == 1,
     )
-    data = dataclasses.replace(config.data, corpus="text")
-    config = dataclasses.replace(config, train=train, data=data).to_dict()
+    data = replace(config.data, corpus="text")
+    config = replace(config, train=train, data=data).to_dict()
     hourly = {"every_steps": max(1, min(steps, round(3600 / row.step_seconds)))}
     sections = {key: config[key] for key in ("model", "train")} | {"checkpoint": hourly}
     sections |= {"data": {k: v for k, v in config["data"].items() if k != "corpus"}, "sizes": {"planned": {"base": {}}}}

@@ -85,7 +85,7 @@ def stage_flops(config: RunConfig) -> list[tuple[float, float]]:
         if last and config.stages > 1:
             forward += 2 * logits
         found.append((float(forward), float(whole - forward)))
-    if m.boundary.constraint is not None:
+    if config.constraint is not None:
         over = overhead_flops(c, m.boundary, sequences, t.seq_len, config.stages)
         often = over["boundaries"] + over["watching"] + over["projection"] / t.accumulation
         if m.boundary.update_every_steps:

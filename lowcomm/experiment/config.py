@@ -139,7 +139,7 @@ class RunConfig:
     @property
     def constraint(self) -> Constraint | None:
         """The constraint that the method's boundary puts on the model, if any."""
-        return self.method.boundary.constraint
+        return self.method.boundary.constraint(self.stages)
 
     @property
     def exchanges_parameters(self) -> bool:

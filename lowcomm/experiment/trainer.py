@@ -139,7 +139,7 @@ class Trainer:
         own = m.boundary.of_replica(self.replica)
         boundary = make_boundary(own, config.model, self.model, seed=config.seed) if world.stages > 1 else None
         self.subspace = Unconstrained()
-        if own.constraint is not None and not own.constraint.free:
+        if own.kind == "subspace":
             batch = config.local_batch // t.accumulation, t.seq_len
             self.subspace = Subspace(self.model, own, world, self.trained, batch, boundary)
         self.optimizer = inner_optimizer(self.trained, t, self.subspace.mean_dims())

@@ -35,11 +35,10 @@ class BoundaryConfig:
     update_every_steps: int = number(0, at_least=0)  # 0: the subspace stays as it is
     update_lr: float = number(0.0, at_least=0)  # eta of the Grassmann step
 
-    @property
-    def constraint(self) -> Constraint | None:
-        """The constraint on the model, if there is one."""
+    def constraint(self, stages: int) -> Constraint | None:
+        """Return the constraint on the model of a pipeline of so many stages, if there is one."""
         if self.kind == "projection":
-            return Constraint(self.rank, basis=self.basis, table="zero", free=True)
+            return Constraint(self.rank, basis=self.basis, table="zero", stages=stages)
         if self.kind != "subspace":
             return None
         return Constraint(self.rank, self.dense_layers, self.mode == "reparametrised", self.basis, self.table)

@@ -6,9 +6,10 @@ nothing is lost; here they are not. The next stage reads
 
     x' = T_fixed[ids] + (x - T_fixed[ids]) U U^T
 
-and gradients come back as g U, so g' = g U U^T: exactly those of the model that has this projection in it. So training
-is end to end, by any optimizer, Muon too. A subspace costs all constrained layers their rank; this costs the layers
-after the boundary what they are not told. The trainable table begins at zero.
+and gradients come back as g U, so g' = g U U^T: exactly those of the model that has this projection in it, which is
+what a whole `Decoder` of the run's settings computes. So training is end to end, by any optimizer, Muon too. A subspace
+costs all constrained layers their rank; this costs the layers after the boundary what they are not told. The trainable
+table begins at zero.
 
 A bottleneck that is trained with the model, as ResBM (arXiv:2604.11947, known to us by its abstract) puts there, has an
 encoder and a decoder in place of U and U^T. The layers on either side can do what these would.

@@ -174,7 +174,7 @@ def overhead_flops(c: ModelConfig, b: BoundaryConfig, sequences: int, tokens: in
     """
     D, R, bt = c.dim, b.rank, sequences * tokens
     n = _columns(c, b) + c.vocab_size
-    projected = b.mode == "projected" and not b.constraint.free
+    projected = b.mode == "projected" and b.kind == "subspace"
     moving = b.update_every_steps > 0
     weights = {"row": 0, "mixed": max(0, c.layers - b.dense_layers) * c.heads * c.width_of_head, "element": n}
     carry = 4 * D * R * n if projected else 2 * R * R * n
@@ -199,7 +199,7 @@ def overhead_bytes(c: ModelConfig, b: BoundaryConfig, itemsize: int = 4) -> dict
         "fixed_embedding": V * D * itemsize,
         "basis": 4 * D * R,
         "gram": 4 * D * D if b.update_every_steps else 0,
-        "second_moment": -4 * rows * (D - 1) if b.mode == "projected" and not b.constraint.free else 0,
+        "second_moment": -4 * rows * (D - 1) if b.mode == "projected" and b.kind == "subspace" else 0,
     }
 
 

@@ -68,8 +68,9 @@ class Constraint:
     rank: R. dense_layers: the last layers, which are free. reparametrised: matrices are W = U Z with Z trained (the
     stream is written by U), so that no weight can leave; else they have their full shape, and whoever trains them
     keeps them there (`subspace`). basis: of random directions, or of the first R coordinates. table: what the trainable
-    embedding begins as, the fixed one's projection or zero. free: no weight is held to the subspace, but boundaries
-    of a pipeline project on it (`projection`); what is said of layers then means nothing.
+    embedding begins as, the fixed one's projection or zero. stages: where above 0, no weight is held to the subspace
+    (what is said of layers then means nothing); in its place the stream is projected on it between so many stages of a
+    pipeline, and by a whole model at the same places (`projection`).
     """
 
     rank: int
@@ -77,7 +78,12 @@ class Constraint:
     reparametrised: bool = False
     basis: Literal["gaussian", "coordinates"] = "gaussian"
     table: Literal["projection", "zero"] = "projection"
-    free: bool = False
+    stages: int = 0
+
+    @property
+    def free(self) -> bool:
+        """Tell whether weights are free, and the stream is projected."""
+        return self.stages > 0
 
 
 def stage_layers(layers: int, stages: int, stage: int) -> range:

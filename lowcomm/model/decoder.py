@@ -5,8 +5,8 @@ LayerNorm, rotary positions, optional QK-norm and z-loss (Streaming DiLoCo), a
 two-matrix ReLU or GELU MLP (Partial Parameter Updates) or a gated one (NoLoCo,
 Protocol Models), tied or untied embeddings, grouped key/value heads.
 
-What writes into the residual stream may be held to a subspace (`Constraint`), and keys and values of what was read
-may be kept (`KeyValues`), to read on one token at a time.
+What writes into the residual stream may be held to a subspace, or the stream be projected on it (`Constraint`). Keys
+and values of what was read may be kept (`KeyValues`), to read on one token at a time.
 
 Shape legend: B batch, T tokens, D model width, F feed-forward width, V vocabulary,
 N query heads, K key/value heads, C width of a head, R rank of the subspace.
@@ -181,6 +181,7 @@ class Decoder(nn.Module):
     `offset`: the position of the first token that is read.
     `probe`: zeros [B, T, D] that are added to the input of the first dense layer where gradients are taken, so that
     its gradient is that of what the constrained layers wrote.
+    `projecting_layers`: those that read a projection of the stream, with which stages after the first begin.
     With a constraint, buffers `basis_DR` (U) and `fixed_VD` (the fixed embedding) are those of every stage.
     """
 
@@ -204,6 +205,8 @@ class Decoder(nn.Module):
         cos, sin = rotary_tables(config.seq_len, config.width_of_head, config.rope_theta)
         self.register_buffer("cos_TC", cos, persistent=False)
         self.register_buffer("sin_TC", sin, persistent=False)
+        stages = 0 if constraint is None else constraint.stages
+        self.projecting_layers = [stage_layers(config.layers, stages, stage).start for stage in range(1, stages)]
         basis = None if constraint is None else torch.empty(config.dim, constraint.rank)
         fixed = None if constraint is None else torch.empty(config.vocab_size, config.dim)
         self.register_buffer("basis_DR", basis, persistent=False)
@@ -303,17 +306,31 @@ class Decoder(nn.Module):
     def cut(self, stage: int, stages: int) -> Decoder:
         """Keep what is of one stage of a pipeline: its layers, the embedding (the first), norm and head (the last).
 
-        Parameters keep their names. Raises ValueError for tied embeddings, which would be of two stages.
+        Parameters keep their names. What is projected between stages is left to the pipeline's boundaries. Raises
+        ValueError for tied embeddings, which would be of two stages.
         """
         kept = stage_layers(self.config.layers, stages, stage)
         if stages > 1 and self.config.tied:
             raise ValueError("tied embeddings would be of the first stage and of the last: untie them, or use one")
         self.blocks = nn.ModuleDict({str(i): self.blocks[str(i)] for i in kept})
+        if stages > 1:
+            self.projecting_layers = []
         if stage > 0:
             self.embedding = None
         if stage < stages - 1:
             self.norm = self.head = None
         return self
+
+    def crossed(self, layer: int, x_BTD: Tensor, ids_BT: Tensor) -> Tensor:
+        """Return what a layer reads of the stream x: T_fixed[ids] + (x - T_fixed[ids]) U U^T if it projects, else x.
+
+        As at a boundary between two stages, this is computed in fp32.
+        """
+        if layer not in self.projecting_layers:
+            return x_BTD
+        with torch.autocast(x_BTD.device.type, enabled=False):
+            fixed_BTD, basis_DR = self.fixed_VD[ids_BT].float(), self.basis_DR.float()
+            return (fixed_BTD + (x_BTD.float() - fixed_BTD) @ basis_DR @ basis_DR.T).to(x_BTD.dtype)
 
     def embed(self, ids_BT: Tensor) -> Tensor:
         """Token ids -> the residual stream [B, T, D] as it begins."""
@@ -338,6 +355,7 @@ class Decoder(nn.Module):
         for name, block in self.blocks.items():
             if probed == int(name):
                 x_BTD = x_BTD + self.probe
+            x_BTD = self.crossed(int(name), x_BTD, x)
             if self.recompute and torch.is_grad_enabled():
                 x_BTD = _computed_twice(block, x_BTD, cos, sin, self.basis_DR)
             else:

@@ -438,10 +438,12 @@ def save_folder(model: Decoder, folder: Path) -> None:
     """Write a decoder as a Hugging Face folder: config.json and model.safetensors, which replace those that are there.
 
     Of a constrained model, what each parameter stands for is written (`Decoder.whole`); the subspace is not. Raises
-    ConfigError for what is no Llama or Qwen3 model, for a stage of a pipeline or another part of a model, and for a
-    folder that holds a model of several files.
+    ConfigError for what is no Llama or Qwen3 model (one whose stream is projected is none), for a stage of a pipeline
+    or another part of a model, and for a folder that holds a model of several files.
     """
     folder = Path(folder)
+    if model.projecting_layers:
+        raise ConfigError("a model whose stream is projected between its layers is no Llama or Qwen3 model")
     weights = _whole(model)
     config = public_config(model.config, next(iter(weights.values())).dtype)
     if (folder / INDEX).exists():

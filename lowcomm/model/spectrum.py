@@ -104,8 +104,8 @@ def energy_outside(model: Decoder, ids_BT: Tensor) -> list[float]:
 def _outputs(model: Decoder, ids_BT: Tensor) -> Iterator[Tensor]:
     """Give the outputs [B, T, D] of all layers, in order."""
     T, x = ids_BT.shape[1], model.embed(ids_BT)
-    for block in model.blocks.values():
-        yield (x := block(x, model.cos_TC[:T], model.sin_TC[:T], model.basis_DR))
+    for name, block in model.blocks.items():
+        yield (x := block(model.crossed(int(name), x, ids_BT), model.cos_TC[:T], model.sin_TC[:T], model.basis_DR))
 
 
 def checkpoint_projections(folder: Path) -> Iterator[tuple[int, str, Tensor]]:

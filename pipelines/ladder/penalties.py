@@ -22,7 +22,8 @@ from pipelines.report import paper, published
 from pipelines.verdicts import Paired, log_ratios
 
 #: What pairs of the ladder's rows measure: ingredient, amount, the row that has it, and the one that does not ("": that
-#: of data-parallel training, see `plan.base_of`). H is 30, but for "rounds"; a subspace's amount is D / k.
+#: of data-parallel training, see `plan.base_of`). H is 30, but for "rounds"; the amount of a subspace,
+#: and of a projection in 4 bits, is D / k.
 PAIRS = (
     ("local updates", 1, "diloco/m1", ""),
     ("local updates", 1, "diloco/m2", ""),
@@ -41,6 +42,7 @@ PAIRS = (
     ("gossip momentum", 1, "gasloc/m4", "noloco/m4"),
     ("DeMo", 1, "demo/m2", ""),
     ("Muon", 1, "muon/batch", ""),
+    ("projection", 16, "projected/muon", "muon/batch"),
     ("Muon inside", 1, "muloco/m2", "diloco/m2"),
     ("Muon inside", 1, "muloco/m4", "diloco/m4"),
     ("composed", 8, "together/all", ""),
