@@ -175,8 +175,11 @@ def test_a_run_outlives_a_kill_and_one_that_leaves(store: Notes, corpus: Path, t
     assert summaries[0]["participation"] == sum(len(r["slots"]) for r in rounds) / len(rounds) / 3
 
 
-def test_without_faults_a_run_of_pipelines_is_the_same_bit_for_bit(store: Notes, corpus: Path, tmp_path: Path) -> None:
-    config = small_run(stages=2, train={"accumulation": 2})
+@pytest.mark.parametrize("boundary", [{}, {"kind": "projection", "rank": 4}], ids=["dense", "projection"])
+def test_without_faults_a_run_of_pipelines_is_the_same_bit_for_bit(
+    boundary: dict[str, Any], store: Notes, corpus: Path, tmp_path: Path
+) -> None:
+    config = small_run(stages=2, train={"accumulation": 2}, method={"boundary": boundary})
     train_in_threads(config, corpus, tmp_path / "whole")
 
     def slot(number: int) -> list[dict[str, Any]]:
