@@ -242,6 +242,14 @@ LADDER_ROWS = {
 }
 
 
+#: Rows with an outer momentum that rises from zero, by those whose momentum stays.
+RISING_ROWS = {
+    "diloco/m2": "diloco/rising_momentum",
+    "streaming/h30": "streaming/rising_momentum",
+    "noloco/m4": "noloco/rising_momentum",
+}
+
+
 def ladder_headline() -> str:
     """Say what methods lose at the largest size of the ladder that has several seeds; "" where there are not two such.
 
@@ -253,16 +261,18 @@ def ladder_headline() -> str:
     if several.parameters.nunique() < 2:
         return ""
     there = several[several.parameters == several.parameters.max()].set_index("method")
-    lost = [
-        f"{name} {in_prose(r.gap_pct, r.low_pct, r.high_pct)}"
-        for row, name in LADDER_ROWS.items()
-        if row in there.index
-        for r in [there.loc[row]]
-    ]
+
+    def lost(rows: dict[str, str]) -> str:
+        """Say what some rows lose, by the names of others."""
+        said = ((LADDER_ROWS[name], there.loc[row]) for name, row in rows.items() if row in there.index)
+        return ", ".join(f"{name} {in_prose(r.gap_pct, r.low_pct, r.high_pct)}" for name, r in said)
+
     size = there.parameters.iloc[0]
     return (
         f"What methods lose to data-parallel training, all tuned alike, at {size:,} parameters and"
-        f" {there.tokens_per_parameter.iloc[0]:.0f} tokens per parameter: {', '.join(lost)}.{_where_lost(size)}"
+        f" {there.tokens_per_parameter.iloc[0]:.0f} tokens per parameter: {lost({row: row for row in LADDER_ROWS})}."
+        + (f" With an outer momentum that rises from zero: {rising}." if (rising := lost(RISING_ROWS)) else "")
+        + f"{_where_lost(size)}"
         " Bands are fits over sizes, carried on to where others have published theirs"
         " ([the ladder](results/ladder/README.md))."
     )

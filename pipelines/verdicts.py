@@ -171,9 +171,13 @@ def lower(pairs: Paired, by: float = 0.0) -> Evidence:
 
 
 def equal(pairs: Paired, margin: float) -> Evidence:
-    """Evidence that a and b differ by less than a margin (two one-sided tests)."""
+    """Evidence that a and b differ by less than a margin (two one-sided tests).
+
+    Against it are both tails beyond what was seen, where the true difference is the margin: there are two chances.
+    """
     under, over = pairs.below(margin), 1 - pairs.below(-margin)
-    return Evidence(max(under, over), min(1 - under, 1 - over))
+    seen = dataclasses.replace(pairs, mean=abs(pairs.mean))
+    return Evidence(max(under, over), min(1.0, 2 - seen.below(margin) - seen.below(-margin)))
 
 
 def no_worse(pairs: Paired, margin: float = 0.0) -> Evidence:

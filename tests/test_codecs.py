@@ -183,6 +183,8 @@ def test_a_value_too_large_for_the_codec_is_refused() -> None:
         make_codec("fp16").encode(torch.tensor([1.0, -70000.0]))
     with pytest.raises(ValueError, match="are too large to scale"):
         make_codec("e3m0").encode(torch.tensor([3e38]))
+    with pytest.raises(ValueError, match="are too large to scale"):
+        make_codec("dare", 0.25).encode(torch.full((64,), 1e38))
 
 
 def test_zeros_and_the_least_floats_survive() -> None:

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from lowcomm.comm.shares import mean_bytes
 from lowcomm.comm.wire import Span
-from lowcomm.cost.footprint import activation_bytes, node_bytes, stage_memory
+from lowcomm.cost.footprint import activation_bytes, kept_of_messages, node_bytes, stage_memory
 from lowcomm.cost.latency import blocking, expected_max, pair_seconds, sigma_of, uneven
 from lowcomm.cost.predict import Links, kinds_of_stage, message_bytes, predict, sent_per_step, stage_flops, turns
 from lowcomm.cost.replay import read_traces, replay, window
@@ -21,6 +22,7 @@ from lowcomm.experiment.config import RunConfig
 from lowcomm.experiment.run_folder import RunFolder, read_metrics
 from lowcomm.experiment.train import train_in_threads
 from lowcomm.experiment.trainer import Trainer
+from lowcomm.methods.boundary import make_boundary
 from lowcomm.methods.config import MethodConfig
 from lowcomm.methods.local_updates import LocalUpdates
 from lowcomm.methods.pipeline import bubble
@@ -206,10 +208,41 @@ def test_memory_is_what_a_trainer_holds(name: str, corpus: Path, tmp_path: Path)
     train_in_threads(config, corpus, tmp_path / "run", on_row=look)
     for stage, (weights, moments, outer) in found.items():
         told = stage_memory(config, stage)
-        assert (told.weights, told.outer_on_device) == (weights, outer)
-        # Where constrained matrices share a second moment by rows, it is less.
-        assert told.optimizer == moments or (config.method.boundary.kind == "subspace" and told.optimizer > moments)
+        assert (told.weights, told.optimizer, told.outer_on_device) == (weights, moments, outer)
     assert node_bytes(config) > max(sum(parts) for parts in found.values())
+
+
+@pytest.mark.parametrize("kind", ["dense", "low_rank", "projection"])
+def test_errors_that_boundaries_keep_and_what_messages_take_are_counted(
+    kind: str, corpus: Path, tmp_path: Path
+) -> None:
+    boundary = {"kind": kind, "rank": 0 if kind == "dense" else 4, "codec": "e3m0", "error_feedback": True}
+    grid = {"replicas": 1, "stages": 3, "model": {"layers": 3}, "train": {"steps": 2, "accumulation": 2}}
+    config = small_run("data_parallel", **grid, method={"boundary": boundary})
+    found = {}
+
+    def look(trainer: Trainer, row: dict) -> None:
+        found[trainer.world.stage] = sum(4 * x.numel() for x in trainer.passes.boundary.errors.values())
+
+    train_in_threads(config, corpus, tmp_path / "run", on_row=look)
+    assert found == {stage: kept_of_messages(config, stage) for stage in range(3)}
+    assert found[1] == found[0] + found[2] > 0
+    without = small_run("data_parallel", **grid, method={"boundary": boundary | {"error_feedback": False}})
+    assert node_bytes(without) < node_bytes(config) <= node_bytes(without) + found[1]
+
+    model = Decoder(config.model, config.constraint).initialise(0)
+    one, x = make_boundary(config.method.boundary, config.model, model), torch.randn(1, 32, config.model.dim)
+    with FlopCounterMode(display=False) as counter:
+        one.read_gradients(one.gradients(x), (1, 32))
+    assert counter.get_total_flops() == one.flops(32)
+
+
+def test_one_replica_waits_for_nobody() -> None:
+    """An outer optimizer on one replica sends nothing, so that no latency is paid for it."""
+    local, alone = (small_run(name, replicas=1) for name in ("diloco_m2", "data_parallel"))
+    links = Links(1.0, latency_ms=200)
+    seconds = [float(predict(c, [(0.01, 0.02)], links).step_seconds) for c in (local, alone)]
+    assert seconds[0] == seconds[1]
 
 
 @pytest.mark.parametrize("stages", [1, 2])

@@ -20,6 +20,7 @@ from lowcomm.methods.config import BoundaryConfig
 from lowcomm.methods.subspace import overhead_bytes, overhead_flops
 from lowcomm.model.config import Constraint, ModelConfig
 from lowcomm.model.decoder import Decoder
+from lowcomm.model.huggingface import load_folder, save_folder
 from lowcomm.settings import ConfigError
 from tests.conftest import small_run
 from tests.test_pipeline import pipeline_of
@@ -113,6 +114,22 @@ def test_what_is_saved_is_the_model_that_was_trained(
     assert whole == pytest.approx(summary["val_loss"], rel=tolerance)
     if codec == "fp32":
         assert without != pytest.approx(summary["val_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["projection", "subspace"])
+@torch.no_grad()
+def test_a_folder_in_bf16_crosses_a_boundary_in_either_precision(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    save_folder(Decoder(SHAPE).initialise(0).to(torch.bfloat16), tmp_path)
+    config, ids = BoundaryConfig(kind, 16), torch.arange(32)[None]
+    model = load_folder(tmp_path, constraint=config.constraint(2), dtype=dtype)
+    assert torch.equal(model.embed(ids), load_folder(tmp_path, dtype=dtype).embed(ids))
+    first = model.cut(0, 2)
+    boundary = make_boundary(config, SHAPE, first).sending_ids()
+    x = first.hidden(ids)
+    found, there = boundary.read_activations(boundary.activations(x, ids), (1, 32))
+    assert torch.equal(there, ids)
+    assert torch.allclose(found, x.float(), atol=0.01 if dtype == torch.bfloat16 else 1e-5)
 
 
 @pytest.mark.parametrize("rank", [2, 16])

@@ -29,6 +29,7 @@ from lowcomm.experiment.source import sha256, source_digest
 from lowcomm.experiment.train import train, train_in_threads
 from lowcomm.experiment.trainer import Trainer, initial_model, saved_model
 from lowcomm.model.decoder import Decoder
+from lowcomm.model.huggingface import save_folder
 from lowcomm.settings import ConfigError
 from pipelines.launch import torchrun_command
 from tests.conftest import command_line, small_run
@@ -470,6 +471,23 @@ def test_a_saved_model_is_read_back(reference: Path, tmp_path: Path) -> None:
         save_file(other, path)
         with pytest.raises(ConfigError, match=f"other.safetensors: {said} the model of the configuration"):
             saved_model(LONG, path)
+
+
+def test_a_run_begins_with_a_folder_of_its_own_model(tmp_path: Path) -> None:
+    """Whatever a configuration leaves at 0, which a folder says; what is of training alone is the configuration's."""
+    config = small_run(model={"z_loss": 0.01, "mlp": "gated", "norm": "rms"})
+    model = initial_model(config)
+    with torch.no_grad():
+        model.head.weight.mul_(2)
+    save_folder(model, tmp_path)
+    begun = initial_model(dataclasses.replace(config, train=dataclasses.replace(config.train, weights=str(tmp_path))))
+    ids = torch.arange(9)[None]
+    losses = model.losses(ids[:, :-1], ids[:, 1:])
+    assert all(map(torch.equal, begun.losses(ids[:, :-1], ids[:, 1:]), losses))
+    assert losses[0] > losses[1]
+    other = small_run(model={"heads": 4, "mlp": "gated", "norm": "rms"}, train={"weights": str(tmp_path)})
+    with pytest.raises(ConfigError, match=r"model.(heads|head_dim|kv_heads) = 4, but train.weights = "):
+        initial_model(other)
 
 
 def test_training_learns(reference: Path) -> None:

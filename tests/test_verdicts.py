@@ -84,6 +84,11 @@ def test_no_effect_is_no_loss_only_by_a_margin_that_can_be_told() -> None:
     assert outcome(equal(planted(0.0), 0.0005)) == NOT_RESOLVED
     assert outcome(equal(planted(0.0, noise=0.02), 0.01)) == NOT_RESOLVED
     assert outcome(equal(Paired(3, 0.0, 0.0), 0.001)) == BORNE_OUT  # bit-identical runs
+    rng, against = np.random.default_rng(0), 0  # at the margin itself, which is the worst case
+    for _ in range(2000):
+        drawn = rng.normal(0.01, 0.05, 3)
+        against += equal(Paired(3, drawn.mean(), drawn.std(ddof=1)), 0.01).p_against < 0.05
+    assert against <= 120
 
 
 def test_a_tiny_effect_is_borne_out_in_direction_only() -> None:

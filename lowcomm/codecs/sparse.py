@@ -165,7 +165,7 @@ class RandomKeep(Codec):
         return order[: _kept(numel, self.keep)].sort().values.to(device)
 
     def encode(self, x: Tensor, seed: int = 0) -> Tensor:
-        refuse_non_finite(x, x.abs())
+        refuse_non_finite(x, x.abs() * self.scale)
         kept = x[self._places(x.numel(), seed, x.device)] * self.scale
         return torch.cat([torch.tensor([seed], device=x.device).view(torch.uint8), kept.view(torch.uint8)])
 

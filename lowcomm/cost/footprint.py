@@ -18,6 +18,8 @@ import torch
 from lowcomm.cost.predict import kinds_of_stage, message_bytes, stage_numel
 from lowcomm.experiment.config import RunConfig
 from lowcomm.experiment.inner import is_inside_blocks
+from lowcomm.methods.boundary import make_boundary
+from lowcomm.methods.partial import pieces
 from lowcomm.methods.plan import Plan
 from lowcomm.methods.subspace import overhead_bytes
 from lowcomm.model.accounting import MemoryCount, memory, parameter_shapes, parameters, trained_parameters
@@ -52,7 +54,24 @@ def stage_memory(config: RunConfig, stage: int) -> MemoryCount:
         fetched=fetched,
         trained=trains,
         matrices=matrices,
+        shared=_in_means(config, stage),
     )
+
+
+def _in_means(config: RunConfig, stage: int) -> int:
+    """Count the entries of second moments that a stage does without, as means stand for them (`subspace`)."""
+    b, c, m = config.method.boundary, config.model, config.method
+    if b.kind != "subspace" or b.mode != "projected" or b.second_moment == "element" or b.replicas:
+        return 0
+    matrices = ("mlp.down.weight", "attention.out.weight") if b.second_moment == "row" else ("mlp.down.weight",)
+    shapes = parameter_shapes(c, stage=stage, stages=config.stages)
+    means = 0
+    for piece in pieces(shapes, m.sliced, m.slices, c.layers):
+        name = piece.parameter
+        held = name.endswith(matrices) and int(name.split(".")[1]) < c.layers - b.dense_layers
+        if piece.owner in (None, 0) and (held or name == "embedding.weight"):
+            means += piece.numel // c.dim
+    return means * (c.dim - 1)
 
 
 def _most_fetched(plan: Plan, tau: int, stepped: int, said: int) -> int:
@@ -92,17 +111,29 @@ def activation_bytes(config: RunConfig, stage: int) -> int:
     return 4 * tokens * (micro_batches * waiting + at_once) + micro_batches * gradients
 
 
+def kept_of_messages(config: RunConfig, stage: int) -> int:
+    """Count the errors that a stage keeps where its boundaries have error feedback, for each micro-batch and direction.
+
+    A stage sends activations, but for the last one, and gradients, but for the first.
+    """
+    tokens = config.local_batch // config.train.accumulation * config.train.seq_len
+    each = make_boundary(config.method.boundary, config.model).kept_bytes(tokens)
+    return config.train.accumulation * each * ((stage < config.stages - 1) + (stage > 0))
+
+
 def node_bytes(config: RunConfig) -> int:
     """Memory of the machine that holds most: weights, gradients, optimizer and outer state, and the larger of
-    activations and the copy of all gradients that is averaged; a fragment on its way; and a subspace's tables."""
+    activations and the copy of all gradients that is averaged; a fragment on its way; errors of messages that are kept;
+    and a subspace's tables."""
     most, m = 0, config.method
     for stage in kinds_of_stage(config):
         copy = 4 * stage_numel(config, stage) * (m.exchange == "gradients" and config.replicas > 1)
         held = stage_memory(config, stage).on_device + max(activation_bytes(config, stage), copy)
+        held += kept_of_messages(config, stage)
         if config.exchanges_parameters and max(m.overlap_steps) > 0:
             held += 4 * max(f.numel for f in config.plan(stage).fragments)
         most = max(most, held)
     if config.constraint is not None:
         tables = overhead_bytes(config.model, m.boundary)
-        most += sum(nbytes for nbytes in tables.values() if nbytes > 0)
+        most += sum(nbytes for what, nbytes in tables.items() if what != "second_moment")
     return most

@@ -57,7 +57,9 @@ class Links:
 
 
 def stage_flops(config: RunConfig) -> list[tuple[float, float]]:
-    """FLOPs of a micro-batch at each stage: (forward, backward). Keeping to a subspace is counted with the backward.
+    """FLOPs of a micro-batch at each stage: (forward, backward).
+
+    What messages take, and keeping to a subspace, is counted with the backward, as much at each stage.
 
     At a pipeline's last stage the way back through the head is among the forward passes, as `pipeline` has it. Raises
     ValueError for re-parametrised models, whose products with U are not counted stage by stage.
@@ -85,13 +87,13 @@ def stage_flops(config: RunConfig) -> list[tuple[float, float]]:
         if last and config.stages > 1:
             forward += 2 * logits
         found.append((float(forward), float(whole - forward)))
+    often = 2.0 * make_boundary(m.boundary, c).flops(sequences * t.seq_len) * (config.stages - 1)
     if config.constraint is not None:
         over = overhead_flops(c, m.boundary, sequences, t.seq_len, config.stages)
-        often = over["boundaries"] + over["watching"] + over["projection"] / t.accumulation
+        often += over["watching"] + over["projection"] / t.accumulation
         if m.boundary.update_every_steps:
             often += over["update"] / m.boundary.update_every_steps / t.accumulation
-        found = [(f, b + often / config.stages) for f, b in found]
-    return found
+    return [(f, b + often / config.stages) for f, b in found]
 
 
 def message_bytes(config: RunConfig, replica: int = 0) -> tuple[int, int]:
@@ -242,7 +244,7 @@ def predict(
     if m.exchange == "gradients" and config.replicas > 1:
         numel = max(stage_numel(config, stage) for stage in kinds_of_stage(config))
         step = step + 8 * mean_bytes(numel, 4, config.replicas) / bits_per_second + 2 * wait
-    if config.exchanges_parameters:
+    if config.exchanges_parameters and config.replicas > 1:
         step = _with_turns(config, step, bits_per_second, wait)
     computing = sum(map(sum, compute)) / stages * t.accumulation
     return Prediction(np.asarray(step), np.asarray(computing / step))

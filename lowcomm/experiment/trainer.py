@@ -28,6 +28,7 @@ from lowcomm.methods.pipeline import Pipeline, WholeModel
 from lowcomm.methods.routing import random_slice
 from lowcomm.methods.subspace import Subspace, Unconstrained
 from lowcomm.model.accounting import parameter_shapes
+from lowcomm.model.config import ModelConfig
 from lowcomm.model.decoder import Decoder
 from lowcomm.model.huggingface import load_folder
 from lowcomm.model.spectrum import stable_ranks
@@ -50,13 +51,24 @@ def initial_model(config: RunConfig) -> Decoder:
     if not config.train.weights:
         return Decoder(config.model, config.constraint).initialise(config.seed)
     model = load_folder(Path(config.train.weights), constraint=config.constraint, seed=config.seed)
-    there, wanted = dataclasses.asdict(model.config), dataclasses.asdict(config.model)
-    for key in wanted.keys() - {"seq_len", "embedding_std"}:
+    there, wanted = (_as_public(c) for c in (model.config, config.model))
+    for key in wanted:
         if there[key] != wanted[key]:
             raise ConfigError(
                 f"model.{key} = {wanted[key]}, but train.weights = {config.train.weights} has {there[key]}"
             )
+    model.config = dataclasses.replace(model.config, z_loss=config.model.z_loss)
     return model
+
+
+def _as_public(config: ModelConfig) -> dict[str, Any]:
+    """Return what two configurations of one Hugging Face folder have in common: not what is of training alone.
+
+    Counts and widths that a configuration may leave at 0 are what that means.
+    """
+    plain = {"kv_heads": config.key_value_heads, "head_dim": config.width_of_head}
+    beside = {"seq_len", "embedding_std", "z_loss"}
+    return {key: value for key, value in (dataclasses.asdict(config) | plain).items() if key not in beside}
 
 
 @torch.no_grad()

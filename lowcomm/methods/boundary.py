@@ -141,6 +141,14 @@ class Boundary(Choice, ABC):
         with_ids = self.wants_ids and self.sends_ids
         return self.codec.nbytes(self.numel(tokens)) + with_ids * tokens * id_bytes(self.vocab_size)
 
+    def kept_bytes(self, tokens: int) -> int:
+        """Bytes that error feedback keeps of one message."""
+        return self.feedback * 4 * (tokens * self.width if self.error_of_stream else self.numel(tokens))
+
+    def flops(self, tokens: int) -> int:
+        """FLOPs of one message, to write and to read it; a codec's are not counted."""
+        return 0
+
     @property
     def draws_ids(self) -> bool:
         """Tell whether the reader of a message of activations must bring their token ids, as they do not travel."""
@@ -245,6 +253,10 @@ class LowRank(Boundary):
     def numel(self, tokens: int) -> int:
         return min(self.rank, tokens, self.width) * (tokens + self.width)
 
+    def flops(self, tokens: int) -> int:
+        """Two power iterations, 8TDr (QR is not counted), and the product that rebuilds x, 2TDr."""
+        return 10 * tokens * self.width * min(self.rank, tokens, self.width)
+
     def values(self, x_TD: Tensor, ids_T: Tensor | None) -> Tensor:
         return torch.cat([part.flatten() for part in low_rank(x_TD, self.rank)])
 
@@ -276,13 +288,17 @@ class InSubspace(Boundary):
     def numel(self, tokens: int) -> int:
         return tokens * self.rank
 
+    def flops(self, tokens: int) -> int:
+        """A product with U, and one with its transpose: 4TDR."""
+        return 4 * tokens * self.width * self.rank
+
     def values(self, x_TD: Tensor, ids_T: Tensor | None) -> Tensor:
-        moving = x_TD if ids_T is None else x_TD - self.model.fixed_VD[ids_T]
-        return (moving @ self.model.basis_DR).flatten()
+        moving = x_TD if ids_T is None else x_TD - self.model.fixed_VD[ids_T].float()
+        return (moving @ self.model.basis_DR.float()).flatten()
 
     def rebuilt(self, values: Tensor, ids_T: Tensor | None, tokens: int) -> Tensor:
-        x = values.view(tokens, self.rank) @ self.model.basis_DR.T
-        return x if ids_T is None else x.add_(self.model.fixed_VD[ids_T])
+        x = values.view(tokens, self.rank) @ self.model.basis_DR.float().T
+        return x if ids_T is None else x.add_(self.model.fixed_VD[ids_T].float())
 
 
 def check_rank(rank: int, most: int) -> None:

@@ -367,11 +367,11 @@ def load_folder(
             raise ConfigError(f"{placed[head]}: {head} differs from {table}: tie_word_embeddings = true makes them one")
     model = _blank(config, constraint, dtype)
     model.draw_basis(seed)
-    constrained = model.constrained()
+    on_basis = {"embedding.weight", *model.constrained()} if constraint is not None else set()
     for name in parameter_shapes(config):
         public = public_name(name)
         w = _read(placed[public], public)
-        model.put(name, w.float() if name in constrained else w, split=True)
+        model.put(name, w.float() if name in on_basis else w, split=True)
     if constraint is not None:
         model.basis_DR = model.basis_DR.to(dtype)
     return model

@@ -5,8 +5,10 @@ batch and number of steps. Over sizes it is fitted by least squares on all pairs
 
     d = at_one + slope ln N
 
-with N parameters: straight in the logarithm, as gaps may be of either sign. The loss of data-parallel training itself
-follows L(N) = E + A N^-alpha, of which two sizes give two numbers; so its prediction is for a range of alpha.
+with N parameters: straight in the logarithm, as gaps may be of either sign. Intervals are Student's, of pairs that
+deviate alike at all sizes: a bootstrap over 2 to 5 seeds holds the truth in 64 to 85 of 100 cases where it says 95. The
+loss of data-parallel training itself follows L(N) = E + A N^-alpha, of which two sizes give two numbers; so its
+prediction is for a range of alpha.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import yaml
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from lowcomm.model.accounting import parameters
 from lowcomm.model.presets import PRESETS
@@ -219,6 +221,12 @@ class Fit:
             return float(self.slope >= 0)
         return student(self.slope * math.sqrt(self.square) / self.deviation, self.freedom)
 
+    def per_decade(self, level: float = 0.95) -> tuple[float, float, float]:
+        """The slope in % of the loss for each factor of 10 in size: (likely, low, high)."""
+        off = quantile((1 + level) / 2, self.freedom) * self.deviation / math.sqrt(self.square)
+        likely, low, high = (100 * math.log(10) * slope for slope in (self.slope, self.slope - off, self.slope + off))
+        return likely, low, high
+
     def at(self, size: float, *, seeds: float = math.inf, level: float = 0.95) -> tuple[float, float, float]:
         """The gap at a size: (likely, low, high), of the line itself, or of the mean of so many new `seeds`."""
         off = quantile((1 + level) / 2, self.freedom) * self.error(size, seeds=seeds)
@@ -235,39 +243,6 @@ def fit_row(cells: Sequence[Cell], row: str) -> Fit:
     """Fit the gaps of a row over all its sizes."""
     pairs = [(c.parameters, gap) for c in cells if c.row == row for gap in c.gaps]
     return Fit.of(*zip(*pairs, strict=True)) if pairs else Fit.of([], [])
-
-
-def drawn_lines(
-    cells: Sequence[Cell], row: str, *, draws: int = 2000, seed: int = 0
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """The lines of a row as they come of drawing the seeds of each rung anew: (at_one, slope), each of so many draws.
-
-    A rung with a single seed is drawn as it is, so cells should be those with `several` seeds. Raises ValueError for
-    fewer than 3 pairs, or a single size.
-    """
-    fit_row(cells, row)  # which says so where there is no slope
-    rng, here = np.random.default_rng(seed), [c for c in cells if c.row == row]
-    gaps = np.concatenate([rng.choice(c.gaps, (draws, len(c.gaps))) for c in here], axis=1)
-    x = np.log([float(c.parameters) for c in here for _ in c.gaps])
-    slope = gaps @ (x - x.mean()) / ((x - x.mean()) ** 2).sum()
-    return gaps.mean(1) - slope * x.mean(), slope
-
-
-def bootstrap(
-    lines: tuple[NDArray[np.float64], NDArray[np.float64]], sizes: ArrayLike
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """The band of `drawn_lines` at some sizes: (2.5 %, 97.5 %)."""
-    at_one, slope = lines
-    gaps = at_one[:, None] + slope[:, None] * np.log(np.asarray(sizes, float))
-    low, high = np.percentile(gaps, [2.5, 97.5], axis=0)
-    return low, high
-
-
-def per_decade(fit: Fit, lines: tuple[NDArray[np.float64], NDArray[np.float64]]) -> tuple[float, float, float]:
-    """The slope of a fit in % of the loss for each factor of 10 in size, and its 95 % interval by its `drawn_lines`."""
-    low, high = np.percentile(lines[1], [2.5, 97.5])
-    likely, low, high = (100 * math.log(10) * slope for slope in (fit.slope, float(low), float(high)))
-    return likely, low, high
 
 
 def several(cells: Sequence[Cell]) -> list[Cell]:

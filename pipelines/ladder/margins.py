@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipelines.ladder.fits import Cell, drawn_lines, fit_row, per_decade, several
+from pipelines.ladder.fits import Cell, fit_row, several
 from pipelines.ladder.plan import Plan
 from pipelines.verdicts import HEADLINE, Claim, Evidence, Regime, judge, no_worse
 
@@ -39,8 +39,6 @@ FALLING = (
     "protocol/quarter",
     "together/all",
 )
-#: What a slope needs of each of its sizes, of which the smallest has few rounds: they grow with size as the runs do.
-SLOPE = Regime(HEADLINE.seeds, 0, HEADLINE.tokens_per_parameter, HEADLINE.tokens_per_replica_and_step)
 
 
 @dataclass(frozen=True)
@@ -83,10 +81,16 @@ def judged_margins(plan: Plan, cells: Sequence[Cell]) -> list[Judged]:
                 continue
             lines.append((row, name, margin, *_margin(row, name, margin, cell)))
     for row in FALLING:
-        if here := [cell for cell in several(cells) if cell.row == row]:
+        if here := _sizes_of(row, cells):
             lines.append((row, ", ".join(cell.rung for cell in here), math.nan, *_slope(row, here)))
     outcomes = judge([claim for *_, claim in lines])
     return [Judged(*line, outcome) for line, outcome in zip(lines, outcomes, strict=True)]
+
+
+def _sizes_of(row: str, cells: Sequence[Cell]) -> list[Cell]:
+    """Return the sizes over which a slope is judged: those of the papers' regime, or all where these are not two."""
+    own = several([cell for cell in cells if cell.row == row])
+    return several([cell for cell in own if not cell.regime.lacks(HEADLINE)]) or own
 
 
 def _margin(row: str, rung: str, margin: float, cell: Cell | None) -> tuple[tuple[float, float, float], Claim]:
@@ -100,7 +104,7 @@ def _margin(row: str, rung: str, margin: float, cell: Cell | None) -> tuple[tupl
 
 def _slope(row: str, cells: Sequence[Cell]) -> tuple[tuple[float, float, float], Claim]:
     fit = fit_row(cells, row)
-    slope = per_decade(fit, drawn_lines(cells, row))
+    slope = fit.per_decade()
     regime = functools.reduce(Regime.least, (cell.regime for cell in cells))
     evidence = Evidence(fit.p_falls, 1 - fit.p_falls, regime=regime)
-    return slope, Claim(f"the gap of {row} falls with size", f"{slope[0]:+.2f} % per decade", evidence, needs=SLOPE)
+    return slope, Claim(f"the gap of {row} falls with size", f"{slope[0]:+.2f} % per decade", evidence)
