@@ -7,6 +7,7 @@ pipelines, closed forms and the planner use it, and the tests of all codecs hold
 from __future__ import annotations
 
 import copy
+import functools
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
@@ -62,6 +63,12 @@ def make_codec(name: str, keep: float = 1.0, *, where: str = "codec") -> Codec:
         raise ConfigError(f"{where}_keep means nothing with {where} = {name}: it sends all values")
     if not 0 < keep <= 1:
         raise ConfigError(f"{where}_keep = {keep} is a share of the values: above 0 and at most 1")
+    return _made(cls, name, keep)
+
+
+@functools.lru_cache(maxsize=64)
+def _made(cls: type[Codec], name: str, keep: float) -> Codec:
+    """Return the one codec of these settings: it has no state of a message."""
     return cls.of(name, keep)
 
 

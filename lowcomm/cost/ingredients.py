@@ -6,14 +6,15 @@ numbers of replicas, amounts (H, slices, D / k) and sizes of model. An ingredien
 is nearest to what is asked, in the product of the factors of replicas, amount and parameters:
 
 - between sizes it lies on the line through the neighbours in ln N; beyond them it stays what it was at the last one,
-  and a gain there counts as none, so that no method is advised for what nobody has seen, while its deviation grows as
-  that of the line;
+  and a gain there counts as none, so that no method is advised for what nobody has seen, while its deviation grows by
+  a `drift` for each factor of e: by as much as its slope is uncertain;
 - between amounts, and between numbers of replicas, it lies on the line in their logarithm; beyond them it goes on as
   the line from the first to the last, but does not fall. Amounts begin where nothing is paid for them: at H = 30 (of
   which "local updates" speak), at one slice, at the whole stream.
 
-`extrapolated` says how far away the source is: the largest of the factors. That a sum of penalties is not the penalty
-of the whole is measured too (the ingredient "composed") and widens the deviation of methods of several ingredients.
+`extrapolated` says how far away the run is that is nearest: the largest of its factors. That a sum of penalties is not
+the penalty of the whole is measured too (the ingredient "composed") and widens the deviation of methods of several
+ingredients.
 
 A penalty becomes tokens, and so days, by a law of loss with a floor (`Law`): one that is larger than all that tokens
 can do for a model of this size is never bought back.
@@ -168,23 +169,31 @@ class Law:
         return (text / left) ** (1 / self.beta) if left > 0 else math.inf
 
 
+#: Of a table of penalties.
+COLUMNS = ("ingredient", "replicas", "amount", "parameters", "log_ratio", "deviation", "drift", "source")
+
+
 class Penalties:
     """What each ingredient costs in loss, from a table of what was measured.
 
     Args:
-        table: has the columns ingredient, replicas, amount, parameters, log_ratio, deviation and source. Of "local
-            updates" a row says what they cost at H = 30; of "rounds", what an H of its amount costs beyond that. The
-            amount of "slices" is their number, that of "subspace" and of "projection" D / k. A "composed" row is a run
-            of all ingredients at once, with H = 30, 2 slices, and a subspace of its amount.
+        table: has the columns `COLUMNS`. drift: by how much the deviation grows beyond the sizes that were measured,
+            for each factor of e. Of "local updates" a row says what they cost at H = 30; of "rounds", what an H of its
+            amount costs beyond that. The amount of "slices" is their number, that of "subspace" and of "projection"
+            D / k. A "composed" row is a run of all ingredients at once, with H = 30, 2 slices, and a subspace of its
+            amount.
         law: says how many tokens make up for a loss.
     """
 
     def __init__(self, table: pd.DataFrame, law: Law | None = None):
         self.law = law or Law()
         self._sources: dict[str, dict[str, list[Any]]] = {}  # of each ingredient
+        if lacking := [column for column in COLUMNS if column not in table]:
+            raise ConfigError(f"a table of penalties has the columns {', '.join(COLUMNS)}; it lacks {lacking[0]}")
         for row in table.sort_values(["replicas", "amount", "parameters"]).itertuples():
-            if not (row.replicas >= 1 and row.parameters > 0 and row.amount > 0 and row.deviation >= 0):
-                raise ConfigError(f"a penalty needs replicas, amount, parameters and a deviation, got {row._asdict()}")
+            if not (row.replicas >= 1 and row.parameters > 0 and row.amount > 0 and min(row.deviation, row.drift) >= 0):
+                needs = "replicas, amount, parameters, a deviation and a drift"
+                raise ConfigError(f"a penalty needs {needs}, got {row._asdict()}")
             self._sources.setdefault(row.ingredient, {}).setdefault(row.source, []).append(row)
 
     @classmethod
@@ -205,7 +214,9 @@ class Penalties:
         if ingredient in ("subspace", "projection", "Muon"):  # the same however many replicas there are
             del asked["replicas"]
         apart = {
-            source: [min(abs(math.log(value / getattr(row, name))) for row in rows) for name, value in asked.items()]
+            source: min(
+                ([abs(math.log(value / getattr(row, name))) for name, value in asked.items()] for row in rows), key=sum
+            )
             for source, rows in self._sources[ingredient].items()
         }
         source = min(apart, key=lambda source: sum(apart[source]))
@@ -256,11 +267,16 @@ class Penalties:
         return max((abs(whole - summed) / (count - 1) for _, whole, summed, count in checks), default=0.0)
 
     def composed(self) -> list[tuple[float, float, float, int]]:
-        """Return what composed runs lost, and what the sum says: (parameters, whole, sum, ingredients) for each."""
+        """Return what composed runs lost, and what the sum says: (parameters, whole, sum, ingredients) for each.
+
+        Where one of their ingredients has not been measured there is no sum, and nothing is returned of them.
+        """
         found = []
         for rows in self._sources.get("composed", {}).values():
             for row in rows:
                 method = Method(30, streaming=True, pairs=True, slices=2, ratio=round(row.amount))
+                if not self.knows(method, 2):
+                    continue
                 parts = self.parts(method, round(row.replicas), 2, row.parameters).values()
                 summed = sum(p.log_ratio for p in parts)
                 found.append((float(row.parameters), float(row.log_ratio), summed, len(parts)))
@@ -280,18 +296,17 @@ def _split(rows: Sequence[Any], column: str) -> list[tuple[float, list[Any]]]:
 def _at_size(rows: Sequence[Any], parameters: float) -> tuple[float, float]:
     """Return (log_ratio, deviation) at a size: the line through the neighbours in ln N, level beyond the last ones.
 
-    Beyond them a gain counts as none.
+    Beyond them a gain counts as none, and the deviation grows by the row's drift for each factor of e.
     """
-    inside = rows[0].parameters <= parameters <= rows[-1].parameters
-    if len(rows) == 1:
-        value, deviation = float(rows[0].log_ratio), float(rows[0].deviation)
-    else:
+    end = rows[0] if parameters < rows[0].parameters else rows[-1]
+    if rows[0].parameters <= parameters <= rows[-1].parameters and len(rows) > 1:
         a, b = (rows[i] for i in _neighbours([row.parameters for row in rows], parameters))
         share = math.log(parameters / a.parameters) / math.log(b.parameters / a.parameters)
-        level = min(1.0, max(0.0, share))
-        value = float((1 - level) * a.log_ratio + level * b.log_ratio)
-        deviation = math.hypot((1 - share) * a.deviation, share * b.deviation)
-    return value if inside else max(0.0, value), deviation
+        both = ((1 - share) * x + share * y for x, y in ((a.log_ratio, b.log_ratio), (a.deviation, b.deviation)))
+        value, deviation = map(float, both)
+        return value, deviation
+    apart = abs(math.log(parameters / end.parameters))
+    return float(max(0.0, end.log_ratio) if apart else end.log_ratio), float(end.deviation + apart * end.drift)
 
 
 def _rising(points: Sequence[tuple[float, float, float]], x: float) -> tuple[float, float]:

@@ -9,7 +9,8 @@ refuse, and what does not fit into memory, is left out. Time and bytes are `pred
 global batch is rounded to what the replicas can share.
 
 Loss is not predicted: it is what runs measured of each ingredient, ours or a paper's, whichever is nearer
-(`ingredients`), turned into the tokens, and so the days, that buy a penalty back: these rank configurations. A method
+(`ingredients`), turned into the tokens, and so the days, that buy a penalty back. These rank configurations, by their
+high end: at one deviation above the likely loss, which grows with the distance to the runs that it comes from. A method
 with an ingredient that nothing has measured is left out.
 """
 
@@ -118,7 +119,7 @@ class Job:
 
 
 #: H, slices, ratios of a subspace and ratio of a projection that are tried.
-ROUNDS, SLICES, RATIOS, PROJECTED = (30, 100, 300, 1000), (1, 2, 4, 8), (1, 8, 100), 16
+ROUNDS, SLICES, RATIOS, PROJECTED = (30, 100, 300, 1000), (1, 2, 4, 8), (1, 8, 100), 12
 #: Muon's rate to begin tuning with.
 MUON_LR = 0.02
 #: Rounds that a run must have room for.
@@ -190,6 +191,8 @@ def run_of(
 def plan(cluster: Cluster, job: Job, penalties: Penalties) -> pd.DataFrame:
     """A row for each configuration that fits, best first: fewest days to the loss of dense data-parallel training.
 
+    Of these days the high end counts (`days_to_equal_loss_high`), so that what few or distant runs say comes late.
+
     Columns: method, its ingredients (as `Method`), replicas, stages, width, global_batch, micro_batches, recompute,
     step_seconds, utilisation, bytes_per_token (of all machines, by both axes), memory_gb, days, cost, loss_percent (the
     penalty), loss_deviation, extrapolated, days_to_equal_loss (and _low, _high), front (whether no other is both faster
@@ -222,7 +225,8 @@ def plan(cluster: Cluster, job: Job, penalties: Penalties) -> pd.DataFrame:
         table.attrs["least"] = _row(*least[1])
         return table
     table["front"] = front(table.days, table.loss_percent)
-    return table.sort_values(["days_to_equal_loss", "days"], kind="stable").reset_index(drop=True)
+    order = ["days_to_equal_loss_high", "days_to_equal_loss", "days"]
+    return table.sort_values(order, kind="stable").reset_index(drop=True)
 
 
 def grids(cluster: Cluster, layers: int) -> Iterator[tuple[int, int, int]]:
@@ -389,7 +393,8 @@ in which a machine computes. bytes sent per token: by all machines together, bet
 loss: over data-parallel training's at equal tokens, as runs measured it of each ingredient, added up, ± one deviation:
 of seeds, of fits, and of how far such a sum has missed a composed run. extrapolated: the largest factor between what is
 asked (replicas, H, slices, share of the stream, parameters) and the run that was nearest. days to equal loss: with the
-tokens that make up for that loss, by a law with a floor; "never" where none do. front: * where nothing else is both
+tokens that make up for that loss, by a law with a floor; "never" where none do; in brackets at one deviation less and
+more, by the latter of which rows are in order. front: * where nothing else is both
 faster and better.
 Times are lower bounds: packets' headers, TCP's slow start and what is sent again are not counted."""
 UNEQUAL = """\
@@ -504,8 +509,8 @@ def command(row: Any, cluster: Cluster) -> str:
     )
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """The command."""
+def arguments() -> argparse.ArgumentParser:
+    """Return what the command understands."""
     ask = argparse.ArgumentParser(prog="lowcomm plan", description=__doc__.splitlines()[0])
     number = functools.partial(ask.add_argument, type=float)
     ask.add_argument("--nodes", type=int, required=True)
@@ -533,15 +538,25 @@ def main(words: Sequence[str] | None = None) -> int:
     ask.add_argument(
         "--write", type=Path, metavar="FOLDER", help="make a project that trains the first row without shards"
     )
-    given = ask.parse_args(words)
+    return ask
+
+
+def asked_by(given: argparse.Namespace) -> tuple[Cluster, Job]:
+    """Return what the words of a command ask about. Raises ConfigError and ValueError."""
+    links = Links(given.mbit_per_s, given.latency_ms, given.jitter, given.stragglers)
+    inside = (given.per_box, given.inside_mbit_per_s)
+    cluster = Cluster(
+        given.nodes, given.memory_gb, given.tflops, links, given.price, *inside, given.slow, given.slow_speed
+    )
+    model = model_of(given.model, given.seq_len)
+    return cluster, Job(model, given.tokens or 20 * parameters(model).total, given.global_batch)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """The command."""
+    given = (ask := arguments()).parse_args(words)
     try:
-        links = Links(given.mbit_per_s, given.latency_ms, given.jitter, given.stragglers)
-        inside = (given.per_box, given.inside_mbit_per_s)
-        cluster = Cluster(
-            given.nodes, given.memory_gb, given.tflops, links, given.price, *inside, given.slow, given.slow_speed
-        )
-        model = model_of(given.model, given.seq_len)
-        job = Job(model, given.tokens or 20 * parameters(model).total, given.global_batch)
+        cluster, job = asked_by(given)
         penalties = Penalties.read(given.penalties or measured_penalties())
         table = plan(cluster, job, penalties)
     except (ConfigError, ValueError) as error:
@@ -565,7 +580,7 @@ def main(words: Sequence[str] | None = None) -> int:
         print(UNEQUAL)
     first = next(table.itertuples())
     asked = method_of(first), first.replicas, first.stages
-    if parts := penalties.parts(*asked, parameters(model).total):
+    if parts := penalties.parts(*asked, parameters(job.model).total):
         print(f"\nWhat the loss of the first row is made of ({first.method}):\n")
         print(markdown(shown_parts(parts, asked[0].ingredients(first.stages))))
         for size, whole, summed, count in penalties.composed():

@@ -236,7 +236,9 @@ def predict(
     else:
         activations, gradients = (8 * nbytes / bits_within for nbytes in message_bytes(config))
         wires = ((seconds,) * (stages - 1) for seconds in (activations, gradients, within.latency_ms / 1e3))
-        step = gpipe_step(Stages(forward, backward, *wires), t.accumulation)
+        step = (_once if isinstance(bits_within, float) else gpipe_step)(
+            Stages(forward, backward, *wires), t.accumulation
+        )
         step = step + 2 * within.latency_ms / 1e3 * expected_max(stages, sigma_of(within.jitter))  # the gradient norm
     among, own = _moved_bytes(config)
     step = step + 8 * (among / bits_per_second + own / bits_within)
@@ -248,6 +250,10 @@ def predict(
         step = _with_turns(config, step, bits_per_second, wait)
     computing = sum(map(sum, compute)) / stages * t.accumulation
     return Prediction(np.asarray(step), np.asarray(computing / step))
+
+
+#: A pipeline's step does not depend on what its replicas exchange, so that plans of many methods have few such.
+_once = functools.lru_cache(maxsize=256)(gpipe_step)
 
 
 def _numbers(values: ArrayLike) -> Seconds:

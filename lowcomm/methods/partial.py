@@ -26,6 +26,7 @@ a random one, drawn anew each step.
 from __future__ import annotations
 
 import fnmatch
+import functools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -114,11 +115,17 @@ def pieces(shapes: Mapping[str, Sequence[int]], sliced: Sequence[str], slices: i
 
     Raises ConfigError where slices would be unequal.
     """
-    found, cut = [], dimensions(sliced, list(shapes))
+    return list(_pieces(tuple((name, tuple(shape)) for name, shape in shapes.items()), tuple(sliced), slices, layers))
+
+
+@functools.lru_cache(maxsize=256)
+def _pieces(
+    shapes: tuple[tuple[str, tuple[int, ...]], ...], sliced: tuple[str, ...], slices: int, layers: int
+) -> list[Piece]:
+    found, cut = [], dimensions(sliced, [name for name, _ in shapes])
     if "layers" in sliced and layers % slices:
         raise ConfigError(f"method.slices = {slices} does not divide model.layers = {layers}")
-    for name, shape in shapes.items():
-        shape = tuple(shape)
+    for name, shape in shapes:
         if (dim := cut.get(name)) is not None:
             size, rest = divmod(shape[dim], slices)
             if rest:

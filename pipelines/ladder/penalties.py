@@ -1,8 +1,9 @@
 """What an ingredient of a method costs in loss, as measured and as printed: for the planner (`cost.ingredients`).
 
-Measured is the ladder's: pairs of its rows, seed by seed, where one has the ingredient and the other does not. Printed
-is what the papers' tables say, at the papers' sizes, some of them 10,000 times ours. Either is smoothed by its fit over
-sizes, where there are enough of these (`fits.Fit`), whose error the deviation then is.
+Measured is the ladder's: pairs of its rows, seed by seed, where one has the ingredient and the other does not; at sizes
+with the papers' rounds where there are such, else at those with fewer (`FEW_ROUNDS`). Printed is what the papers'
+tables say, at the papers' sizes, some of them 10,000 times ours. Either is smoothed by its fit over sizes, where there
+are enough of these (`fits.Fit`), whose error the deviation then is.
 """
 
 from __future__ import annotations
@@ -10,20 +11,21 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from lowcomm.cost.ingredients import Method, Penalties
 from pipelines.ladder.fits import Cell, Fit, labelled_size, read_cells
 from pipelines.ladder.plan import Ladder
 from pipelines.report import paper, published
-from pipelines.verdicts import Paired, log_ratios
+from pipelines.verdicts import HEADLINE, Paired, log_ratios
 
 #: What pairs of the ladder's rows measure: ingredient, amount, the row that has it, and the one that does not ("": that
-#: of data-parallel training, see `plan.base_of`). H is 30, but for "rounds"; the amount of a subspace,
-#: and of a projection in 4 bits, is D / k.
+#: of data-parallel training, see `plan.base_of`). H is 30, but for "rounds"; of a subspace, of a projection in 4
+#: bits and of all at once the amount is D / k, which the run has (None).
 PAIRS = (
     ("local updates", 1, "diloco/m1", ""),
     ("local updates", 1, "diloco/m2", ""),
@@ -34,20 +36,20 @@ PAIRS = (
     ("routes", 1, "together/all", "together/without_routes"),
     ("slices", 2, "partial/half", "partial/whole"),
     ("slices", 4, "partial/quarter", "partial/whole"),
-    ("subspace", 8, "protocol/eighth", ""),
-    ("subspace", 4, "protocol/quarter", ""),
+    ("subspace", None, "protocol/eighth", ""),
+    ("subspace", None, "protocol/quarter", ""),
     ("sparse messages", 1, "sparse/m2", "diloco/m2"),
     ("sparse messages", 1, "sparse/m4", "diloco/m4"),
     ("rising momentum", 1, "diloco/rising_momentum", "diloco/m2"),
     ("gossip momentum", 1, "gasloc/m4", "noloco/m4"),
     ("DeMo", 1, "demo/m2", ""),
     ("Muon", 1, "muon/batch", ""),
-    ("projection", 16, "projected/muon", "muon/batch"),
+    ("projection", None, "projected/muon", "muon/batch"),
     ("Muon inside", 1, "muloco/m2", "diloco/m2"),
     ("Muon inside", 1, "muloco/m4", "diloco/m4"),
-    ("composed", 8, "together/all", ""),
+    ("composed", None, "together/all", ""),
 )
-OURS = "the ladder"
+OURS, FEW_ROUNDS = "the ladder", "the ladder, few rounds"
 #: The run of all four papers, and which of its choices, that rows leave out, are an ingredient.
 ALL = "together/all"
 CHOICES = {
@@ -73,20 +75,26 @@ class Series:
     values: dict[float, list[float]]  # by parameters
     alone: float = math.nan  # the deviation of a value that stands alone
 
-    def rows(self) -> Iterator[dict[str, Any]]:
-        """Yield a row of the table for each size.
+    def rows(self, noise: float = 0.0) -> Iterator[dict[str, Any]]:
+        """Yield a row of the table for each size, and the slope of its fit, if there is one.
 
-        With two sizes and three values or more the likely value is the fit's, and the deviation is its error; else they
-        are the mean and its standard error, which of one value is `alone`.
+        With two sizes and three values or more the likely value is the fit's, and the deviation is its error, the drift
+        that of its slope; else they are the mean and its standard error, which of one value is `alone`.
+
+        noise: what single values deviate by at least, as two that are near each other do not say.
         """
         pairs = [(size, value) for size, some in self.values.items() for value in some]
         fit = Fit.of(*zip(*pairs, strict=True)) if len(self.values) > 1 and len(pairs) > 2 else None
+        if fit is not None:
+            fit = replace(fit, deviation=max(fit.deviation, noise))
         for size, some in sorted(self.values.items()):
+            drift = slope = math.nan
             if fit is not None:
                 likely, off = fit.at_one + fit.slope * math.log(size), fit.error(size)
+                slope, drift = fit.slope, fit.deviation / math.sqrt(fit.square)
             else:
                 likely = statistics.mean(some)
-                off = statistics.stdev(some) / math.sqrt(len(some)) if len(some) > 1 else self.alone
+                off = max(statistics.stdev(some), noise) / math.sqrt(len(some)) if len(some) > 1 else self.alone
             yield {
                 "ingredient": self.ingredient,
                 "replicas": self.replicas,
@@ -94,26 +102,28 @@ class Series:
                 "parameters": int(size),
                 "log_ratio": likely,
                 "deviation": off,
+                "drift": drift,
                 "values": len(some),
                 "source": self.source,
+                "slope": slope,
             }
 
 
-def measured(cells: Sequence[Cell]) -> list[Series]:
-    """Return the series of the ladder's points."""
-    by = {(cell.row, cell.rung): cell for cell in cells}
-    found = []
+def measured(ladder: Ladder, cells: Sequence[Cell]) -> list[Series]:
+    """Return the series of the ladder's points: of each pair of rows, for each amount that it has."""
+    by, found = {(cell.row, cell.rung): cell for cell in cells}, []
     for ingredient, amount, row, against in PAIRS:
-        values, replicas = {}, 0
-        for cell in cells:
+        values: dict[tuple[float, int], list[tuple[Cell, list[float]]]] = {}
+        for cell in (cell for cell in cells if cell.row == row):
             base = by.get((against, cell.rung)) if against else None
-            if cell.row != row or (against and base is None):
-                continue
-            if gaps := log_ratios(cell.losses, base.losses) if base else cell.gaps:
-                values[float(cell.parameters)] = gaps
-                replicas = cell.replicas  # the same at all sizes
-        if values:
-            found.append(Series(ingredient, replicas, amount, OURS, values))
+            if gaps := log_ratios(cell.losses, base.losses) if base else cell.gaps * (not against):
+                config = ladder.configs(cell.rung)[row]
+                here = amount or config.model.dim / config.method.boundary.rank
+                values.setdefault((here, cell.replicas), []).append((cell, gaps))
+        for (here, replicas), told in values.items():
+            inside = [(cell, gaps) for cell, gaps in told if cell.rounds >= HEADLINE.rounds]
+            sizes = {float(cell.parameters): gaps for cell, gaps in inside or told}
+            found.append(Series(ingredient, replicas, here, OURS if inside else FEW_ROUNDS, sizes))
     return found
 
 
@@ -161,13 +171,25 @@ def printed() -> list[Series]:
 
 
 def penalties_of(ladder: Ladder) -> pd.DataFrame:
-    """Return the table of penalties. A value that stands alone has the largest deviation of its source."""
-    series = [*measured(read_cells(ladder)), *printed()]
-    found = pd.DataFrame([row for some in series for row in some.rows()])
-    widest = found.groupby("source").deviation.transform("max")
-    found["deviation"] = found.deviation.fillna(widest).fillna(found.deviation.max()).round(5)
+    """Return the table of penalties.
+
+    Our values deviate as those of all rows do together, if theirs is less. A value that stands alone has the largest
+    deviation of its source; where there is one size, the drift is the largest slope of its source, with its error.
+    """
+    ours = measured(ladder, read_cells(ladder))
+    several = [some for series in ours for some in series.values.values() if len(some) > 1]
+    freedom = sum(len(some) - 1 for some in several)
+    noise = (
+        math.sqrt(sum(statistics.variance(some) * (len(some) - 1) for some in several) / freedom) if freedom else 0.0
+    )
+    rows = [row for some in ours for row in some.rows(noise)] + [row for some in printed() for row in some.rows()]
+    found = pd.DataFrame(rows)
+    steepest = np.hypot(found.slope, found.drift)
+    for column, most in (("deviation", found.deviation), ("drift", steepest)):
+        of_source = most.groupby(found.source).transform("max")
+        found[column] = found[column].fillna(of_source).fillna(most.max()).round(5)
     found["log_ratio"] = found.log_ratio.round(5)
-    return found
+    return found.drop(columns="slope")
 
 
 def composed_rows(ladder: Ladder, cells: Sequence[Cell], penalties: pd.DataFrame) -> list[dict[str, Any]]:
