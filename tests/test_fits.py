@@ -13,6 +13,7 @@ import pandas as pd
 import pytest
 
 from lowcomm.settings import ConfigError
+from pipelines.ladder.__main__ import train
 from pipelines.ladder.fits import (
     Cell,
     Fit,
@@ -20,7 +21,6 @@ from pipelines.ladder.fits import (
     loss_at,
     predict,
     published_gaps,
-    read_predictions,
     register,
     several,
 )
@@ -86,7 +86,7 @@ def test_predictions_hold_as_often_as_they_say() -> None:
     inside = 0
     for seed in range(300):
         three = cells(seed=seed, seeds=(5, 3, 2))
-        told = predict(three, ["method"], SIZES[2], seeds=2)["method"]
+        told = predict(three, "method", SIZES[2], seeds=2)
         _, low, high = told["gap_pct"]
         inside += low <= 100 * math.expm1(three[2].pairs.mean) <= high
         assert told["loss"][1] < told["loss"][0] < told["loss"][2]
@@ -200,7 +200,7 @@ def test_the_sum_of_ingredients_stands_beside_the_run_of_all() -> None:
     amounts = {"local updates": 1, "streaming": 1, "pairs": 1, "routes": 1, "slices": 2, "subspace": 8}
     table = pd.DataFrame(
         {"ingredient": name, "replicas": 4, "amount": amount, "parameters": SIZES[0], "log_ratio": 0.02}
-        | {"deviation": 0.003, "source": "planted"}
+        | {"deviation": 0.003, "drift": 0.0, "source": "planted"}
         for name, amount in amounts.items()
     )
     whole = planted("together/all", {"0.12M": (0.12, 5), "0.33M": (0.3, 1)})
@@ -253,27 +253,30 @@ def plant(ladder: Ladder, rung: str, gap: float) -> None:
 
 def test_only_what_is_not_known_is_predicted_and_but_once(three_rungs: Ladder) -> None:
     plant(three_rungs, "a", 0.05)
-    with pytest.raises(ConfigError, match="no pairs of averaging at b: python -m pipelines.ladder train b"):
+    with pytest.raises(ConfigError, match="no pairs of data_parallel/batch at b: python -m pipelines.ladder train b"):
         register(three_rungs, "c")
-    assert not read_predictions(three_rungs)
+    assert not three_rungs.read_predictions()
     plant(three_rungs, "b", 0.03)
     with pytest.raises(ConfigError, match="no pairs of averaging at c"):
         register(three_rungs, PUBLISHED)
     assert register(three_rungs, "c")
-    told = read_predictions(three_rungs)
-    assert (list(told), told["c"]["seeds"], list(told["c"]["rows"])) == (["c"], 2, ["averaging"])
+    told = three_rungs.read_predictions()
+    assert (list(told), list(told["c"]["rows"])) == (["c"], ["data_parallel/batch", "averaging"])
+    assert list(told["c"]["rows"]["data_parallel/batch"]) == ["seeds", "loss"]  # it has no gap
+    assert told["c"]["rows"]["averaging"]["seeds"] == 2
     likely, low, high = told["c"]["rows"]["averaging"]["gap_pct"]
     assert low < likely < high
     assert likely < 3.2  # on from 5 and 3 %
 
     plant(three_rungs, "c", 0.5)
     assert not register(three_rungs, "c")  # as it was
-    assert read_predictions(three_rungs) == told
+    assert three_rungs.read_predictions() == told
     with pytest.raises(ConfigError, match="points of averaging at a are there already: what is known is not predicted"):
-        register(three_rungs, "a")
+        register(three_rungs, "a", ["averaging"])
+    assert not register(three_rungs, "a")
     assert register(three_rungs, PUBLISHED)
     assert not register(three_rungs, PUBLISHED)
-    after = read_predictions(three_rungs)
+    after = three_rungs.read_predictions()
     assert list(after) == ["c", "noloco/small"]
     assert after["c"] == told["c"]
 
@@ -283,7 +286,7 @@ def test_a_row_that_a_rung_gains_is_predicted_beside_what_stands(three_rungs: La
         plant(three_rungs, rung, gap)
     assert register(three_rungs, "c")
     plant(three_rungs, "c", 0.5)
-    before = read_predictions(three_rungs)["c"]["rows"]["averaging"]
+    before = three_rungs.read_predictions()["c"]["rows"]
     plan = three_rungs.folder / "plan.yaml"
     gained = "averaging: {from: data_parallel/batch}, four: {from: data_parallel/batch}"
     plan.write_text(plan.read_text().replace("averaging: {from: data_parallel/batch}", gained))
@@ -292,8 +295,23 @@ def test_a_row_that_a_rung_gains_is_predicted_beside_what_stands(three_rungs: La
         points = more.results / "points" / rung
         shutil.copytree(points / "averaging", points / "four")
     assert register(more, "c")
-    assert read_predictions(more)["c"]["rows"] == {"averaging": before, "four": before}
+    assert more.read_predictions()["c"]["rows"] == before | {"four": before["averaging"]}
     assert not register(more, "c")
+
+
+def test_what_is_to_be_predicted_is_not_trained_before(three_rungs: Ladder) -> None:
+    """At sizes that take another's rates; data-parallel training may be."""
+    for rung, gap in (("a", 0.05), ("b", 0.03)):
+        plant(three_rungs, rung, gap)
+    three_rungs.check_registered("a")
+    three_rungs.check_registered("c", ["data_parallel/batch"])
+    for rows in ((), ["averaging"]):
+        with pytest.raises(ConfigError, match="averaging has not been predicted at c: python -m pipelines.ladder pred"):
+            three_rungs.check_registered("c", rows)
+    with pytest.raises(ConfigError, match="averaging has not been predicted at c"):
+        train(three_rungs, "c", None)
+    register(three_rungs, "c")
+    three_rungs.check_registered("c")
 
 
 def test_losses_by_position_are_set_beside_those_of_the_same_seed(three_rungs: Ladder) -> None:

@@ -16,7 +16,7 @@ import pytest
 from pipelines import gpu, probes
 from pipelines.ladder.__main__ import prepare
 from pipelines.ladder.plan import Ladder
-from tests.harness import clean_environment, small_ladder
+from tests.harness import as_if_predicted, clean_environment, small_ladder
 
 METHODS = """
 methods:
@@ -69,6 +69,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ladder.tuned_file("a").parent.mkdir(parents=True)
     found = {name: {"values": {"lr": 0.01}, "trials": 0} for name in ("data_parallel/batch", "diloco/m2")}
     ladder.tuned_file("a").write_text(json.dumps(found))
+    as_if_predicted(ladder)
     assert gpu.main(["pack"], ladder, folder / "ladder.tar.xz", folder / "gpu") == 1  # there is nothing to pack yet
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(probes, "cores", lambda: 1)

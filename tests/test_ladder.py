@@ -37,7 +37,7 @@ from pipelines.ladder.plan import LADDER, Ladder, Line, Plan, Point, Row, base_o
 from pipelines.ladder.positions import PARTS, loss_by_position
 from pipelines.ladder.tune import best_trial, tune, walk_line, walk_row
 from tests.conftest import small_run
-from tests.harness import clean_environment, small_ladder
+from tests.harness import as_if_predicted, clean_environment, small_ladder
 
 
 def walked(walk, loss) -> tuple[dict[str, float], float, list[dict[str, float]]]:
@@ -262,7 +262,9 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ladder:
     """A ladder of two rungs and three rows, whose points take a second; of workers, which take longer, there is one."""
     for module in (probes, workers):
         monkeypatch.setattr(module, "cores", lambda: 1)
-    return small_ladder(tmp_path, tmp_path / "build", METHODS, PLAN)
+    ladder = small_ladder(tmp_path, tmp_path / "build", METHODS, PLAN)
+    as_if_predicted(ladder)
+    return ladder
 
 
 def outcomes(ladder: Ladder) -> dict[str, tuple[float, int]]:

@@ -76,8 +76,10 @@ def link_rungs(ladder: Ladder) -> None:
 def train(ladder: Ladder, rung: str, workers: Workers, rows: Collection[str] = ()) -> None:
     """Train the results of a rung that are not done, the headline's rows first; remove those that the plan has not.
 
-    rows: those to train, all by default; then nothing is removed.
+    rows: those to train, all by default; else nothing is removed. Raises ConfigError for a row that wants to be
+    predicted first, or tuned.
     """
+    ladder.check_registered(rung, rows)
     points = ladder.results_at(rung, rows)
     first = ladder.plan.headline[1]
     todo = sorted((p for p in points if p.read() is None), key=lambda p: p.row.name not in first)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -252,6 +252,25 @@ def several(cells: Sequence[Cell]) -> list[Cell]:
     return [cell for cell in some if len(sizes[cell.row]) > 1]
 
 
+def regimes(cells: Sequence[Cell]) -> list[str]:
+    """Say of each rung what its runs were: a note below tables. What exchanges in each step has as many rounds."""
+
+    def ranged(values: Iterable[float]) -> str:
+        low, high = min(values := list(values)), max(values)
+        return f"{low:,.0f}" if low == high else f"{low:,.0f} to {high:,.0f}"
+
+    found = []
+    for rung in dict.fromkeys(cell.rung for cell in cells):
+        here = [cell for cell in cells if cell.rung == rung]
+        found.append(
+            f"At {rung}: {here[0].parameters:,} parameters, {ranged(c.tokens_per_parameter for c in here)} tokens per"
+            f" parameter, {ranged(c.rounds for c in here)} rounds,"
+            f" {ranged(c.tokens_per_replica_and_step for c in here)} tokens per replica and step,"
+            f" {ranged(len(c.gaps) for c in here)} seeds."
+        )
+    return found
+
+
 def labelled_size(name: str) -> float:
     """The parameters of a size that is named by them, "35m" or "1b"."""
     return float(name[:-1]) * {"m": 1e6, "b": 1e9}[name[-1]]
@@ -300,34 +319,25 @@ def loss_at(size: float, sizes: Sequence[float], losses: Sequence[float], alpha:
     return l2 + factor * (size**-alpha - n2**-alpha)
 
 
-def predict(cells: Sequence[Cell], rows: Sequence[str], size: float, *, seeds: float) -> dict[str, dict[str, Any]]:
-    """Predict gaps (in % of the loss) and losses at a size from all smaller ones: for each row [likely, low, high].
+def predict(cells: Sequence[Cell], row: str, size: float, *, seeds: float) -> dict[str, Any]:
+    """Predict a row's gap (in % of the loss) and loss at a size from all smaller ones: [likely, low, high] each.
 
     Intervals are of 95 %: of a gap, of the mean of so many seeds about the fitted line; of data-parallel's loss, the
-    range of exponents; of a method's loss, both.
+    range of exponents; of a method's loss, both. Data-parallel training has no gap.
     """
-    smaller = [c for c in cells if c.parameters < size]
-    found: dict[str, dict[str, Any]] = {}
-    for row in rows:
-        likely_gap, low_gap, high_gap = fit_row(smaller, row).at(size, seeds=seeds)
-        bases = {c.parameters: float(np.mean(list(c.base.values()))) for c in smaller if c.row == row}
-        laws = [loss_at(size, list(bases), list(bases.values()), alpha) for alpha in (LIKELY, None, HIGHEST)]
-        likely, low, high = laws[0], min(laws), max(laws)
-        found[row] = {
-            "gap_pct": [_percent(g) for g in (likely_gap, low_gap, high_gap)],
-            "loss": [round(b * math.exp(g), 4) for b, g in ((likely, likely_gap), (low, low_gap), (high, high_gap))],
-        }
-    return found
+    smaller = [c for c in cells if c.parameters < size and c.row == row]
+    bases = {c.parameters: float(np.mean(list(c.base.values()))) for c in smaller}
+    laws = [loss_at(size, list(bases), list(bases.values()), alpha) for alpha in (LIKELY, None, HIGHEST)]
+    losses = laws[0], min(laws), max(laws)
+    if row.startswith("data_parallel/"):
+        return {"loss": [round(loss, 4) for loss in losses]}
+    gaps = fit_row(smaller, row).at(size, seeds=seeds)
+    told = [round(loss * math.exp(gap), 4) for loss, gap in zip(losses, gaps, strict=True)]
+    return {"gap_pct": [_percent(gap) for gap in gaps], "loss": told}
 
 
 def _percent(gap: float) -> float:
     return round(100 * math.expm1(gap), 3)
-
-
-def read_predictions(ladder: Ladder) -> dict[str, Any]:
-    """Return what has been registered: of rungs, and of sizes of the papers, by name; nothing where nothing has."""
-    file = ladder.results / "predictions.yaml"
-    return yaml.safe_load(file.read_text()) if file.exists() else {}
 
 
 def register(ladder: Ladder, what: str, asked: Collection[str] = ()) -> bool:
@@ -344,13 +354,14 @@ def register(ladder: Ladder, what: str, asked: Collection[str] = ()) -> bool:
         ConfigError: a row has points there already, as what is known is not predicted; or a smaller rung has no pairs
             of it.
     """
-    plan, told = ladder.plan, read_predictions(ladder)
+    plan, told = ladder.plan, ladder.read_predictions()
     if what == PUBLISHED:
         sizes = {name: PRESETS[name] for name in dict.fromkeys(plan.published.values())}
         rows = {name: [row for row, at in plan.published.items() if at == name] for name in sizes}
     else:
-        rows = {what: [name for name in plan.rungs[what].rows if not name.startswith("data_parallel/")]}
-        sizes = {what: ladder.configs(what)[rows[what][0]].model}
+        # What is known is not predicted, nor asked for where it is not named.
+        rows = {what: [name for name in plan.rungs[what].rows if name in asked or not ladder.outcomes(what, name)]}
+        sizes = {what: next(iter(ladder.configs(what).values())).model}
     for row in asked:
         if not any(row in some for some in rows.values()):
             raise ConfigError(f"nothing is predicted of {row} at {what}: it must be one of {', '.join(*rows.values())}")
@@ -373,8 +384,10 @@ def register(ladder: Ladder, what: str, asked: Collection[str] = ()) -> bool:
             there = told.setdefault(name, {"parameters": size, "rows": {}})
             there["rows"] |= {row: {"gap_pct": [_percent(g) for g in fit_row(cells, row).at(size)]} for row in new}
         else:
-            there = told.setdefault(name, {"parameters": size, "seeds": plan.rungs[what].seeds, "rows": {}})
-            there["rows"] |= predict(cells, new, size, seeds=there["seeds"])
+            there = told.setdefault(name, {"parameters": size, "rows": {}})
+            for row in new:
+                seeds = plan.rungs[what].seeds_of(plan.rows[row])
+                there["rows"][row] = {"seeds": seeds} | predict(cells, row, size, seeds=seeds)
     text = yaml.safe_dump(told, sort_keys=False, default_flow_style=None)
     write_whole(ladder.results / "predictions.yaml", text)
     return True

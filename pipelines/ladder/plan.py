@@ -321,6 +321,25 @@ class Ladder:
             raise ConfigError(f"{file} is missing: python -m pipelines.ladder tune {rung}")
         return yaml.safe_load(file.read_text())
 
+    def read_predictions(self) -> dict[str, Any]:
+        """Return what has been registered: of rungs, and of sizes of the papers, by name; nothing where nothing has."""
+        file = self.results / "predictions.yaml"
+        return yaml.safe_load(file.read_text()) if file.exists() else {}
+
+    def check_registered(self, rung: str, rows: Collection[str] = ()) -> None:
+        """Raise ConfigError for a row that is to be predicted before it has a point at a rung, and is not.
+
+        That is so where a rung takes what was tuned at another, of all rows but data-parallel training.
+        """
+        there = self.plan.rungs[rung]
+        known = self.read_predictions().get(rung, {}).get("rows", {})
+        if there.tuned_at != rung:
+            for name in (name for name in there.rows if not rows or name in rows):
+                if not name.startswith("data_parallel/") and name not in known:
+                    raise ConfigError(
+                        f"{name} has not been predicted at {rung}: python -m pipelines.ladder predict {rung} {name}"
+                    )
+
 
 def write_whole(file: Path, text: str) -> None:
     """Write a file, and its folder where that is missing, so that a kill at any moment leaves all of it or nothing."""
@@ -333,11 +352,14 @@ def write_whole(file: Path, text: str) -> None:
 def base_of(row: str, configs: Mapping[str, RunConfig]) -> str:
     """Return the row of data-parallel training with a row's batch and number of steps, against which its gap is taken.
 
+    Of several it is the first of the plan.
+
     configs: those of all rows of a rung (`Ladder.configs`). Raises ConfigError where no such row has both.
     """
-    bases = {
-        (c.train.global_batch, c.train.steps): name for name, c in configs.items() if name.startswith("data_parallel/")
-    }
+    bases: dict[tuple[int, int], str] = {}
+    for name, c in configs.items():
+        if name.startswith("data_parallel/"):
+            bases.setdefault((c.train.global_batch, c.train.steps), name)
     batch, steps = configs[row].train.global_batch, configs[row].train.steps
     if (batch, steps) not in bases:
         raise ConfigError(
