@@ -1,7 +1,7 @@
 """What an ingredient of a method costs in loss, as measured and as printed: for the planner (`cost.ingredients`).
 
-Measured is the ladder's: pairs of its rows, seed by seed, where one has the ingredient and the other does not; at sizes
-with the papers' rounds where there are such, else at those with fewer (`FEW_ROUNDS`). Printed is what the papers'
+Measured is the ladder's: pairs of its rows, seed by seed, where one has the ingredient and the other does not; sizes
+with fewer rounds than the papers' are a source of their own (`FEW_ROUNDS`). Printed is what the papers'
 tables say, at the papers' sizes, some of them 10,000 times ours. Either is smoothed by its fit over sizes, where there
 are enough of these (`fits.Fit`), whose error the deviation then is.
 """
@@ -121,9 +121,11 @@ def measured(ladder: Ladder, cells: Sequence[Cell]) -> list[Series]:
                 here = amount or config.model.dim / config.method.boundary.rank
                 values.setdefault((here, cell.replicas), []).append((cell, gaps))
         for (here, replicas), told in values.items():
-            inside = [(cell, gaps) for cell, gaps in told if cell.rounds >= HEADLINE.rounds]
-            sizes = {float(cell.parameters): gaps for cell, gaps in inside or told}
-            found.append(Series(ingredient, replicas, here, OURS if inside else FEW_ROUNDS, sizes))
+            for source in (OURS, FEW_ROUNDS):
+                some = [(cell, gaps) for cell, gaps in told if (cell.rounds >= HEADLINE.rounds) == (source == OURS)]
+                if some:
+                    sizes = {float(cell.parameters): gaps for cell, gaps in some}
+                    found.append(Series(ingredient, replicas, here, source, sizes))
     return found
 
 
