@@ -551,6 +551,8 @@ def page(results: Path) -> str:
             if (found := told["parts"].get(name))
             for line in (f"### {name}", "", part.about, "", *part.show(found), "")
         ]
+        if lacking := [name for name in PARTS if not told["parts"].get(name)]:
+            parts += [f"Not measured on it yet: {', '.join(lacking)}.", ""]
     return "\n".join(parts).rstrip() + "\n"
 
 

@@ -59,6 +59,22 @@ def test_over_pairs_the_mean_over_replicas_is_diloco(replicas: int) -> None:
     assert any(not torch.equal(ours[-1], gossip[0][-1]) for ours in gossip)
 
 
+@pytest.mark.parametrize("replicas", [4, 8])
+def test_without_momentum_it_is_nolocos_pairs_as_they_come_to_their_mean(replicas: int) -> None:
+    """At full rates both put the mean of a pair's parameters in their place; with a momentum they part."""
+
+    def run(method: dict[str, object]) -> list[list[Tensor]]:
+        return run_threads(lambda world: begun(world, **PAIRS, sync_every_steps=1, **method), replicas=replicas)
+
+    rates = {"outer_lr": 1.0, "outer_momentum": 0.0}
+    ours, theirs = run({"outer": "gasloc"} | rates), run({"outer": "noloco", "outer_pull": 1.0} | rates)
+    for one, other in zip(ours, theirs, strict=True):
+        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(one, other, strict=True))
+    rates["outer_momentum"] = 0.3
+    ours, theirs = run({"outer": "gasloc"} | rates), run({"outer": "noloco", "outer_pull": 1.0} | rates)
+    assert not torch.allclose(ours[0][-1], theirs[0][-1], atol=0.1)
+
+
 def test_over_pairs_by_hand() -> None:
     """The paper's two lines, with the weights of the pairs that are drawn."""
     replicas = 4

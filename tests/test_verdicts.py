@@ -9,6 +9,7 @@ import math
 import numpy as np
 import pytest
 
+from pipelines.project import ROOT
 from pipelines.verdicts import (
     ABLATION,
     BORNE_OUT,
@@ -186,3 +187,53 @@ def test_what_must_hold_together_fails_with_one() -> None:
     assert together(two, good).effect is None  # of what has no size
     with pytest.raises(ValueError, match="nothing to judge together"):
         together()
+
+
+#: Claims that were once judged by a spread, by a sign, of one seed, or by what cannot be seen, and what they have now.
+MENDED = [
+    ("streaming_diloco/table5/table5", "Streaming DiLoCo with overlap and 4 bits reaches DiLoCo's", "margin"),
+    ("streaming_diloco/table5/table5", "with H = 100 small models lose something", "published"),
+    ("streaming_diloco/table5/table5", "more replicas at a constant global batch cost loss", "published"),
+    ("streaming_diloco/ablations/figure11", "lower precision, down to 4 bits, does not change the loss", "margin"),
+    ("streaming_diloco/ablations/figure13", "a middle ground is best", "regime"),
+    ("streaming_diloco/ablations/freezing", "freezing costs much", "published"),
+    ("streaming_diloco/replicas/table3", "the outer parameters are slightly better", "published"),
+    ("streaming_diloco/replicas/figure18", "the first layer's similarity", "apart"),
+    ("streaming_diloco/utilisation/figure9", "little compute is gained", "apart"),
+    ("noloco/training/table2", "DiLoCo and NoLoCo are worse than data-parallel training", "published"),
+    ("noloco/ablations/figure4", "random routes cost some perplexity", "published"),
+    ("partial_updates/training/figure2b", "at matched performance", "regime"),
+    ("partial_updates/wall_clock/figure3", "over Wi-Fi", "apart"),
+    ("protocol_models/training/equal_tokens", "compression costs nothing", "margin"),
+    ("protocol_models/lossy/figure3", "depth does not make the subspace worse", "margin"),
+    ("protocol_models/ranks/decay", "AdamW's weights converge to the subspace", "above what the theorem leaves"),
+    ("protocol_models/ranks/figure1", "the stable rank of projection matrices sharply declines", "where they began"),
+    ("protocol_models/throughput/throughput_assumptions", "the subspace makes", "apart"),
+    ("protocol_models/throughput/figure6", "with compression the run across regions", "apart"),
+]
+
+
+@pytest.mark.parametrize(("file", "text", "by"), MENDED)
+def test_lenient_verdicts_stay_mended(file: str, text: str, by: str) -> None:
+    """A margin, the paper's magnitude, what runs were, why nothing is judged, or a criterion of its own."""
+    there = json.loads((ROOT / "results" / "laptop" / f"{file}.claims.json").read_text())
+    (record,) = [record for record in there if record["text"].startswith(text)]
+    claim = Claim.of(record)
+    if by == "margin":
+        assert "1 %" in claim.criterion
+    elif by == "regime":
+        assert claim.evidence.regime is not None
+    elif by in ("published", "apart"):
+        assert getattr(claim, by)
+    else:
+        assert by in claim.criterion
+
+
+def test_what_runs_show_says_what_the_runs_were() -> None:
+    """So that nothing is judged outside the regime; facts and closed forms have none."""
+    for file in (ROOT / "results" / "laptop").rglob("*.claims.json"):
+        for claim in map(Claim.of, json.loads(file.read_text())):
+            if claim.evidence is not None and not claim.evidence.is_certain:
+                assert claim.evidence.regime is not None, (file.name, claim.text)
+                assert claim.needs.seeds >= 2, (file.name, claim.text)
+                assert claim.needs.rounds >= 40, (file.name, claim.text)
