@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lowcomm import LocalUpdates, SparseLoCo, run_threads
 from lowcomm.choices import options
 from lowcomm.codecs import Codec, make_codec
+from lowcomm.codecs.sparse import ChunkTopK
 from lowcomm.comm.world import World
 from lowcomm.experiment.run_folder import read_metrics
 from lowcomm.experiment.train import train_in_threads
@@ -199,3 +200,16 @@ def test_a_run_goes_on_with_its_residual(offload: bool, corpus: Path, tmp_path: 
             train_in_threads(config, corpus, tmp_path / f"run{at}", on_row=crash)
         train_in_threads(config, corpus, tmp_path / f"run{at}")
         assert losses(tmp_path / f"run{at}") == losses(tmp_path / "plain")
+
+
+def test_a_message_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is sent is what the residual was taken from, in whole sections; shares are encoded anew."""
+    count, encode = [], ChunkTopK.encode
+
+    def counted(self: ChunkTopK, x: Tensor, seed: int = 0) -> Tensor:
+        count.append(len(x))
+        return encode(self, x, seed)
+
+    monkeypatch.setattr(ChunkTopK, "encode", counted)
+    run_threads(lambda w: moved(w, **SPARSE), replicas=2)
+    assert count == [NUMEL] * 2 * ROUNDS

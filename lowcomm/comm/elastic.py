@@ -435,7 +435,8 @@ class Payload:
     """Values of which a round is to find a mean.
 
     x: flat fp32. sections: of it in order, each with the slots that own it; None where all own everything. codec, seed:
-    how they are encoded. purpose: what the ledger bills them as. reduce: what the mean is.
+    how they are encoded. purpose: what the ledger bills them as. packed: the sections as encoded, where that has been
+    done. reduce: what the mean is.
     """
 
     x: Tensor
@@ -443,6 +444,7 @@ class Payload:
     purpose: str
     seed: int = 0
     sections: Sequence[Section] | None = None
+    packed: Sequence[Tensor] | None = None
     reduce: Reduce = weighted_mean
 
 
@@ -766,7 +768,7 @@ class Elastic:
                 owned = payload.sections or [(payload.x.numel(), slots)]
                 sections = [(numel, [i for i in group if slots[i] in owners]) for numel, owners in owned]
                 x, codec, seed = payload.x.clone(), payload.codec, payload.seed
-                mean = EncodedMean(x, codec, seed, sections, group, me, tokens, payload.reduce)
+                mean = EncodedMean(x, codec, seed, sections, group, me, tokens, payload.packed, payload.reduce)
                 means.append(mean.alone() if len(group) == 1 else mean.over(attempt))
         except NoAnswer as error:
             return error.who.rpartition("/")[0]

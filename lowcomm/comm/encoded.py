@@ -41,6 +41,8 @@ class EncodedMean:
         members: of the group, as indices on the axis.
         me: this rank's index.
         weights: of members, in their order, if they are not to weigh alike.
+        packed: the sections' values as `encoded` has them, where that has been called; sections that are reduced in
+            shares are encoded anew.
         reduce: what becomes of the members' values. One that needs them whole goes with a codec of block 0.
     """
 
@@ -53,6 +55,7 @@ class EncodedMean:
         members: Sequence[int],
         me: int,
         weights: Sequence[float] | None = None,
+        packed: Sequence[Tensor] | None = None,
         reduce: Reduce = weighted_mean,
     ):
         held = sum(numel for numel, _ in sections)
@@ -65,6 +68,8 @@ class EncodedMean:
             _Part(part, codec, {i: weight[i] for i in members if i in owners}, len(members), seed + index, reduce)
             for index, (part, (_, owners)) in enumerate(zip(parts, sections, strict=True))
         ]
+        for part, whole in zip(self.parts, packed or (), strict=packed is not None):
+            part.whole = whole
 
     def alone(self) -> Tensor:
         """The mean where this rank is the only member: what decoding makes of its own values."""
@@ -100,10 +105,19 @@ class EncodedMean:
         return self.x
 
 
-def read_back(x: Tensor, codec: Codec, seed: int, sections: Sequence[Section] | None = None) -> Tensor:
-    """Return what the others decode of one member's values, as `EncodedMean` encodes them; one section by default."""
-    parts = [x] if sections is None else x.split([numel for numel, _ in sections])
-    return torch.cat([codec.decode(codec.encode(part, seed + i), part.numel()) for i, part in enumerate(parts)])
+def encoded(x: Tensor, codec: Codec, seed: int, sections: Sequence[Section] | None = None) -> list[Tensor]:
+    """Return one member's values as `EncodedMean` encodes them, section by section; they are one by default."""
+    return [codec.encode(part, seed + index) for index, part in enumerate(_parts(x, sections))]
+
+
+def read_back(x: Tensor, packed: Sequence[Tensor], codec: Codec, sections: Sequence[Section] | None = None) -> Tensor:
+    """Return what the others make of `encoded` values."""
+    both = zip(packed, _parts(x, sections), strict=True)
+    return torch.cat([codec.decode(message, part.numel()) for message, part in both])
+
+
+def _parts(x: Tensor, sections: Sequence[Section] | None) -> Sequence[Tensor]:
+    return [x] if sections is None else x.split([numel for numel, _ in sections])
 
 
 class _Part:
@@ -116,7 +130,7 @@ class _Part:
         self.in_shares = encoded_mean_in_shares(x.numel(), codec, members, len(owners))
         bounds = block_shares(x.numel(), codec.block, len(owners)) if self.in_shares else []
         self._bounds = dict(zip(owners, bounds, strict=False))
-        self._whole: Tensor | None = None  # encoded
+        self.whole: Tensor | None = None  # encoded
 
     def meet(self, sender: int, receiver: int) -> bool:
         """Tell whether one sends the other encoded values."""
@@ -130,9 +144,9 @@ class _Part:
         """Return this rank's values of what `i` reduces, encoded."""
         if self.in_shares:
             return self.codec.encode(self.share(i), self.seed)
-        if self._whole is None:
-            self._whole = self.codec.encode(self.x, self.seed)
-        return self._whole
+        if self.whole is None:
+            self.whole = self.codec.encode(self.x, self.seed)
+        return self.whole
 
     def nbytes(self, me: int) -> int:
         """Return the bytes of each message of what this rank reduces."""

@@ -151,6 +151,7 @@ class World:
         group: Sequence[int] | None = None,
         sections: Sequence[Section] | None = None,
         ahead: bool = False,
+        packed: Sequence[Tensor] | None = None,
         reduce: Reduce = weighted_mean,
     ) -> Handle:
         """Replace flat fp32 `x` by the mean of decode(encode(x)) over the axis; leave `x` alone until `wait()`.
@@ -162,7 +163,8 @@ class World:
         order of `x`, each is the mean over those of its owners (indices on the axis) who are members, zero where there
         are none; all members get all of it, and nobody sends what it does not own. `ahead`: what is not needed yet; it
         holds up no verb that is, and waits for none.
-        `reduce`: in the place of the mean, the same on all ranks; as for `EncodedMean`.
+        `packed`: what `encoded` has made of `x` already. `reduce`: in the place of the mean, the same on all ranks.
+        Both are as for `EncodedMean`.
         """
         if x.dtype != torch.float32 or x.dim() != 1:
             raise TypeError(f"encoded means are of flat float32 tensors, got {_like(x)}")
@@ -170,7 +172,7 @@ class World:
         state = self._axes[axis]
         members = sorted(self._members(state, group))
         sections = sections or [(x.numel(), members)]
-        mean = EncodedMean(x, codec, seed, sections, members, state.index, reduce=reduce)
+        mean = EncodedMean(x, codec, seed, sections, members, state.index, packed=packed, reduce=reduce)
         if len(members) == 1:
             return self.done(mean.alone())
         lane: Lane = "ahead" if ahead else "main"

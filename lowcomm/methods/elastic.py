@@ -454,13 +454,13 @@ class ElasticUpdates(Engine):
     def _payloads(self, turn: Turn) -> list[Payload]:
         fragment, plan = self.fragments[turn.fragment], self.plan
         seed = message_seed(self.seed, turn.step, turn.fragment, self.slot)
-        message = fragment.message(
+        message, packed = fragment.message(
             plan.outer_at(turn.step, self.steps),
-            lambda x: plan.read_back(turn.fragment, x, seed),
+            lambda x: plan.encoded(turn.fragment, x, seed),
             self.constrain,
             may_be_unsaid=True,
         )
-        found = [Payload(message, plan.codec, OUTER, seed, plan.sections(turn.fragment), plan.mean.over)]
+        found = [Payload(message, plan.codec, OUTER, seed, plan.sections(turn.fragment), packed, plan.mean.over)]
         if SLOW_WEIGHTS in plan.purposes(turn.number):
             found.append(Payload(fragment.agreed.clone(), plan.fp32, SLOW_WEIGHTS))
         fragment.release()

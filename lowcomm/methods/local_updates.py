@@ -153,18 +153,18 @@ class FragmentState:
     def message(
         self,
         outer: OuterOptimizer,
-        read_back: Callable[[Tensor], Tensor],
+        encode: Callable[[Tensor], tuple[list[Tensor], Tensor]],
         constrain: Change | None = None,
         *,
         may_be_unsaid: bool = False,
-    ) -> Tensor:
-        """Return what is to be averaged: the outer gradient, or the parameters themselves.
+    ) -> tuple[Tensor, list[Tensor] | None]:
+        """Return what is to be averaged, the outer gradient or the parameters themselves; and it encoded, if known.
 
         With error feedback, what earlier messages have lost is added, and what this one loses is kept for the next.
 
         Args:
             outer: with the numbers of this turn.
-            read_back: gives what the others make of a message.
+            encode: gives a message as it is sent, and what the others make of it; asked where there is feedback.
             constrain: what the mean of messages is held to, so that nothing is kept that can never be said.
             may_be_unsaid: keep what `unsay` needs, until the message's mean is adopted.
         """
@@ -175,12 +175,13 @@ class FragmentState:
             self._unsaid = residual.clone() if may_be_unsaid else None
             sent.add_(residual, alpha=self.feedback)
             coordinates = self._basis.into(sent, self._shapes)
-            heard = self._basis.back(read_back(coordinates), self._shapes)
+            packed, heard = encode(coordinates)
+            heard = self._basis.back(heard, self._shapes)
             torch.sub(sent, heard, out=residual)
             if constrain is not None:
                 constrain(self.values(residual))
-            return coordinates
-        return self._basis.into(sent, self._shapes)
+            return coordinates, packed
+        return self._basis.into(sent, self._shapes), None
 
     def of_mean(self, mean: Tensor) -> Tensor:
         """Return the mean of messages as values of parameters, in their order."""
@@ -445,25 +446,35 @@ class LocalUpdates(Engine):
                 for p in fragment.parameters:
                     p.requires_grad_(index == following)
 
-    def _mean(self, x: Tensor, index: int, codec: Codec, *, purpose: str, seed: int = 0, ahead: bool = False) -> Handle:
+    def _mean(
+        self,
+        x: Tensor,
+        index: int,
+        codec: Codec,
+        *,
+        purpose: str,
+        seed: int = 0,
+        ahead: bool = False,
+        packed: list[Tensor] | None = None,
+    ) -> Handle:
         """Begin to replace `x` by its mean over this replica's group at the next turn of a fragment."""
         world, plan = self.world, self.plan
         group = plan.group(index, self.fragments[index].turns, world.replica)
         if plan.is_plain(index) and len(group) == world.replicas and not ahead:
             refuse_non_finite(x, x.abs().max())
             return world.mean_async(x, purpose=purpose)
-        of_outer = {} if ahead else {"sections": plan.sections(index), "reduce": plan.mean.over}
+        of_outer = {"packed": packed, "sections": plan.sections(index), "reduce": plan.mean.over} if not ahead else {}
         return world.encoded_mean_async(x, codec, purpose=purpose, seed=seed, group=group, ahead=ahead, **of_outer)
 
     def _send(self, index: int, logged: dict[str, float]) -> None:
         fragment, step = self.fragments[index], self.steps_done
         seed = message_seed(self.seed, step, index, self.world.replica)
         outer = self.plan.outer_at(step, self.steps)
-        sent = fragment.message(outer, lambda message: self.plan.read_back(index, message, seed), self.constrain)
+        sent, packed = fragment.message(outer, lambda x: self.plan.encoded(index, x, seed), self.constrain)
         if self.method.record_cosine and self.world.replicas > 1:
             deltas = self.world.exchange(fragment.delta(), purpose="analysis")
             logged["cosine" if len(self.fragments) == 1 else f"cosine_{index}"] = pairwise_cosine(deltas)
-        fragment.under_way = self._mean(sent, index, self.plan.codec, purpose=OUTER, seed=seed)
+        fragment.under_way = self._mean(sent, index, self.plan.codec, purpose=OUTER, seed=seed, packed=packed)
         fragment.turns += 1
         fragment.due = step + self.overlap
         if self.overlap:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lowcomm.choices import check_settings, choose
 from lowcomm.codecs import check_feedback, in_one_piece, make_codec
-from lowcomm.comm.encoded import read_back
+from lowcomm.comm.encoded import encoded, read_back
 from lowcomm.comm.shares import Section, encoded_mean_in_shares, owned_mean_bytes
 from lowcomm.methods.bases import Basis
 from lowcomm.methods.config import MethodConfig
@@ -310,9 +310,10 @@ class Plan:
         """Return the number that a replica multiplies its outer gradients by, which is 1 where it is honest."""
         return 1.0 if replica < self.replicas - self.method.byzantine else self.method.byzantine_factor
 
-    def read_back(self, fragment: int, message: Tensor, seed: int) -> Tensor:
-        """Return what the others make of a replica's message of a fragment."""
-        return read_back(message, self.codec, seed, self.sections(fragment))
+    def encoded(self, fragment: int, message: Tensor, seed: int) -> tuple[list[Tensor], Tensor]:
+        """Return a replica's message of a fragment as it is sent, by sections, and what the others make of it."""
+        packed = encoded(message, self.codec, seed, self.sections(fragment))
+        return packed, read_back(message, packed, self.codec, self.sections(fragment))
 
     # In how many bytes
 
