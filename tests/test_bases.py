@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from lowcomm.methods.bases import Basis, cosines, tile_side
 from lowcomm.methods.config import MethodConfig
 from lowcomm.methods.plan import Plan
 from lowcomm.settings import ConfigError
+from tests.golden import public_code
 
 SHAPES = [(128, 192), (96,), (66, 64), (7, 3, 5), (1,)]
 
@@ -59,50 +61,24 @@ def test_a_smooth_tile_needs_few_cosines() -> None:
     assert x.square().sort(descending=True).values[:8].sum() < 0.05 * x.square().sum()
 
 
-def demo_by_hand(grads: list[list[Tensor]], lr: float, keep: int, beta: float) -> Tensor:
-    """DeMo's step as bloc97/DeMo (`demo.py` at cab4606) has it, for a matrix whose sides are multiples of 64: momentum,
-    the largest cosines of each tile, their mean over those that have sent them, sign.
-    """
-    c = cosines(64, torch.device("cpu"))
-    theta, momenta = torch.zeros_like(grads[0][0]), [torch.zeros_like(grad) for grad in grads[0]]
-    rows, columns = theta.shape
-    tiles = [(slice(i, i + 64), slice(j, j + 64)) for i in range(0, rows, 64) for j in range(0, columns, 64)]
-    for of_step in grads:
-        momenta = [beta * momentum + lr * grad for momentum, grad in zip(momenta, of_step, strict=True)]
-        for tile in tiles:
-            total, senders = torch.zeros(4096), torch.zeros(4096)
-            for momentum in momenta:
-                coefficients = (c @ momentum[tile] @ c.T).flatten()
-                kept = coefficients.abs().topk(keep).indices
-                sparse = torch.zeros(4096)
-                sparse[kept] = coefficients[kept]
-                momentum[tile] -= c.T @ sparse.view(64, 64) @ c
-                total[kept] += coefficients[kept]
-                senders[kept] += 1
-            mean = (total / senders.clamp(min=1)).view(64, 64)
-            theta[tile] -= lr * (c.T @ mean @ c).sign()
-    return theta
-
-
 def test_demo_is_a_combination_of_choices() -> None:
-    """Inner SGD at the same rate, every step a turn: its outer gradient is lr times the gradient."""
-    steps, lr, replicas, shape = 6, 0.01, 3, (128, 192)
-
-    def gradient(replica: int, step: int) -> Tensor:
-        return drawn(*shape, seed=10 * replica + step)
+    """Inner SGD at the same rate, every step a turn: its outer gradient is lr times the gradient. Held to the steps of
+    bloc97/DeMo (`tests/golden/public_code.py`).
+    """
+    lr = public_code.DEMO["lr"]
 
     def work(world: World) -> Tensor:
-        x = nn.Parameter(torch.zeros(shape))
-        sync = DeMo({"x": x}, world, steps=steps, outer_lr=lr)
-        for step in range(steps):
+        x = nn.Parameter(torch.zeros(public_code.SHAPE))
+        sync = DeMo({"x": x}, world, steps=public_code.STEPS, outer_lr=lr)
+        for step in range(public_code.STEPS):
             with torch.no_grad():
-                x.sub_(lr * gradient(world.replica, step))
+                x.sub_(lr * public_code.drawn(world.replica, step))
             sync.step()
         sync.finish()
         return x.detach().clone()
 
-    found = run_threads(work, replicas=replicas)
-    expected = demo_by_hand([[gradient(r, s) for r in range(replicas)] for s in range(steps)], lr, 32, 0.999)
+    found = run_threads(work, replicas=public_code.RANKS)
+    expected = torch.from_numpy(np.load(public_code.FILE)["demo"])
     assert all(torch.equal(x, found[0]) for x in found)
     # A sign may differ where a mean is nearly zero.
     assert ((found[0] - expected).abs() < 1e-6).float().mean() > 0.999

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from lowcomm.methods.local_updates import RESIDUAL
 from lowcomm.methods.plan import Plan
 from lowcomm.settings import ConfigError
 from tests.conftest import small_run
+from tests.golden import public_code
 
 LOSSY = [n for n in options(Codec) if n != "dare" and not make_codec(n).lossless]
 NUMEL, ROUNDS = 5000, 6
@@ -108,57 +110,27 @@ def test_two_bits_with_feedback_by_hand() -> None:
         assert torch.allclose(residual, error, rtol=0, atol=1e-7)
 
 
-def tiles_of(x: Tensor) -> list[tuple[slice, slice]]:
-    return [(slice(i, i + 64), slice(j, j + 64)) for i in range(0, x.shape[0], 64) for j in range(0, x.shape[1], 64)]
-
-
-def public_sparse_loco(deltas: list[list[Tensor]], keep: int, beta: float) -> Tensor:
-    """The step of tplr-y/CCLoco (`src/tplr/ccloco.py` at 214aa7d) for one matrix and an outer rate of 1: the largest of
-    each tile, levels of all that is sent, at each place the mean of those that have sent a value.
-    """
-    theta, errors = torch.zeros_like(deltas[0][0]), [torch.zeros_like(d) for d in deltas[0]]
-    for of_turn in deltas:
-        total, senders = torch.zeros_like(theta), torch.zeros_like(theta)
-        for i, delta in enumerate(of_turn):
-            a = beta * errors[i] + delta
-            mask = torch.zeros_like(a, dtype=torch.bool)
-            for tile in tiles_of(a):
-                largest = torch.zeros(64 * 64, dtype=torch.bool)
-                largest[a[tile].flatten().abs().topk(keep).indices] = True
-                mask[tile] = largest.view(64, 64)
-            shift = a[mask].mean()
-            centred = a[mask] - shift
-            codes = (centred / (6 * centred.std() / 4) + 2).round().clamp(0, 3).long()
-            lookup = torch.stack([centred[codes == c].mean() if (codes == c).any() else shift * 0 for c in range(4)])
-            hat = torch.zeros_like(a)
-            hat[mask] = lookup[codes] + shift
-            errors[i] = a - hat
-            total += hat
-            senders += mask
-        theta = theta - total / senders.clamp(min=1)
-    return theta
-
-
 def test_the_named_method_takes_the_steps_of_the_public_code() -> None:
-    """Tiles of a matrix, values of senders alone, 2 bits and feedback together, of sides that are multiples of 64."""
+    """Tiles of a matrix, values of senders alone, 2 bits and feedback together, of sides that are multiples of 64. Held
+    to the steps of tplr-y/CCLoco (`tests/golden/public_code.py`), of which a turn's inner steps move by -gradient.
+    """
 
-    def drawn_matrix(replica: int, turn: int) -> Tensor:
-        return torch.randn(128, 192, generator=torch.Generator().manual_seed(100 * replica + turn)).pow(3)
-
-    def work(world: World) -> Tensor:
-        x = nn.Parameter(torch.zeros(128, 192))
-        sync = SparseLoCo({"x": x}, world, steps=ROUNDS, sync_every_steps=1)
-        for turn in range(ROUNDS):
+    def work(world: World, **changed: float) -> Tensor:
+        x = nn.Parameter(torch.zeros(public_code.SHAPE))
+        sync = SparseLoCo({"x": x}, world, steps=public_code.STEPS, sync_every_steps=1, **changed)
+        for step in range(public_code.STEPS):
             with torch.no_grad():
-                x.add_(drawn_matrix(world.replica, turn))
+                x.sub_(public_code.drawn(world.replica, step))
             sync.step()
         sync.finish()
         return x.detach().clone()
 
-    found = run_threads(work, replicas=3)
-    deltas = [[-drawn_matrix(replica, turn) for replica in range(3)] for turn in range(ROUNDS)]
-    assert torch.allclose(found[0], public_sparse_loco(deltas, 64, 0.95), rtol=0, atol=2e-5)
-    assert not torch.allclose(found[0], public_sparse_loco(deltas, 32, 0.95), rtol=0, atol=1e-2)
+    expected = torch.from_numpy(np.load(public_code.FILE)["ccloco"])
+    found = run_threads(work, replicas=public_code.RANKS)
+    assert all(torch.equal(x, found[0]) for x in found)
+    assert torch.allclose(found[0], expected, rtol=0, atol=1e-4)
+    fewer = run_threads(lambda world: work(world, codec_keep=32 / 4096), replicas=public_code.RANKS)
+    assert not torch.allclose(fewer[0], expected, rtol=0, atol=1e-2)
 
 
 def test_a_message_of_sparse_loco_is_146_times_shorter_than_fp32() -> None:
