@@ -81,13 +81,13 @@ def test_memory_is_what_is_allocated(outer: str, buffers: int, offload: bool, in
     named = dict(Decoder(SMALL).named_parameters())
     numel = sum(p.numel() for p in named.values())
     inside = sum(p.numel() for name, p in named.items() if name.startswith("blocks.") and p.dim() == 2)
-    matrices = inside if inner == "muon" else 0
+    told = {"moments": 0} if inner == "sgd" else {"fewer": inside} if inner == "muon" else {}
     largest = max(
         SMALL.dim * SMALL.vocab_size * 2 + SMALL.dim,
         (numel - 2 * SMALL.dim * SMALL.vocab_size - SMALL.dim) // SMALL.layers,
     )
     fetched = buffers * largest if offload else None
-    expected = memory(numel, inner=inner, outer_buffers=buffers, fetched=fetched, matrices=matrices)
+    expected = memory(numel, outer_buffers=buffers, fetched=fetched, **told)
     assert found[:4] == (expected.weights, expected.gradients, expected.optimizer, expected.outer)
     assert found[4] == expected.outer_on_device
     assert found[5] == (0 if offload else expected.outer)  # between turns nothing is held
@@ -97,8 +97,8 @@ def test_memory_is_what_is_allocated(outer: str, buffers: int, offload: bool, in
 def test_offloading_three_layers_of_a_hundred_billion_costs_two_per_cent() -> None:
     """Streaming DiLoCo, section 2.5: 20 GB more than 1,117 GB (of 2^30 bytes) for 3 of 108 layers."""
     numel = 10**11
-    without = memory(numel, inner="adamw", outer_buffers=0)
-    streamed = memory(numel, inner="adamw", outer_buffers=2, fetched=2 * (numel * 3 // 108))
+    without = memory(numel, outer_buffers=0)
+    streamed = memory(numel, outer_buffers=2, fetched=2 * (numel * 3 // 108))
     lasting = without.weights + without.optimizer
     assert int(lasting / 2**30) == 1117
     assert int(streamed.outer_on_device / 2**30) == 20

@@ -153,6 +153,30 @@ class Backwards(Basis):
     def back(self, flat, shapes):
         return flat.flip(0)
 ''',
+    "lowcomm/methods/toy_signs.py": '''
+"""Plain steps of the learning rate along the sign of each gradient."""
+
+import torch
+
+from lowcomm.methods.inner import InnerOptimizer
+
+
+class Signs(InnerOptimizer):
+    names = ("toy_signs",)
+    moments = 0
+
+    @classmethod
+    def of(cls, trained, t, mean_dims=None):
+        return Steps(trained.values(), {"lr": t.lr})
+
+
+class Steps(torch.optim.Optimizer):
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(group["lr"] * p.grad.sign())
+''',
     "lowcomm/methods/every_other.py": '''
 """Gradients are averaged in every other step; in the steps between them each replica keeps its own."""
 
@@ -188,6 +212,8 @@ from torch import nn
 
 import lowcomm
 from lowcomm.choices import choose
+from lowcomm.cost.footprint import stage_memory
+from lowcomm.experiment.inner import inner_optimizer, set_learning_rate
 from lowcomm.experiment.project import Project
 from lowcomm.methods.boundary import make_boundary
 from lowcomm.methods.engine import Engine
@@ -202,8 +228,15 @@ config = project.run_config(
             "outer_lr": 0.01, "codec": "two_bits", "basis": "backwards", "mean": "largest",
             "boundary": {"kind": "halves"}},
     replicas=4,
-    train={"global_batch": 16, "eval_sequences": 16},
+    train={"global_batch": 16, "eval_sequences": 16, "optimizer": "toy_signs"},
 )
+weight = nn.Parameter(torch.ones(2))
+weight.grad = torch.tensor([3.0, -0.5])
+optimizer = inner_optimizer({"weight": weight}, config.train)
+set_learning_rate(optimizer, config.train.steps // 2, config.train)
+optimizer.step()
+assert weight[0] < 1 < weight[1] and weight.sum() == 2
+assert stage_memory(config, 0).optimizer == 0
 boundary = make_boundary(config.method.boundary, config.model)
 assert boundary.activation_bytes(10) == 10 * config.model.dim // 2 * 4
 

@@ -441,7 +441,7 @@ def test_memory_is_what_is_alive_after_a_step(sliced: tuple[str, ...], corpus: P
         return [sum(alive.values()), *map(sum, of)]
 
     count, trained = (f.total for f in (parameters(config.model), trained_parameters(config.model, sliced, 2)))
-    expected = memory(count, inner="adamw", outer_buffers=2, trained=trained)
+    expected = memory(count, outer_buffers=2, trained=trained)
     for found in run_threads(work, replicas=2):
         assert found == [expected.weights, expected.gradients, expected.optimizer]
 
@@ -482,7 +482,7 @@ def test_peak_resident_memory_falls_as_predicted() -> None:
     whole, numel = peak("", 1), parameters(config).total
     for sliced, slices in (("mlp", 4), ("mlp+heads", 8)):
         trained = trained_parameters(config, sliced.split("+"), slices).total
-        held = [memory(numel, inner="adamw", outer_buffers=0, trained=n).on_device for n in (numel, trained)]
+        held = [memory(numel, outer_buffers=0, trained=n).on_device for n in (numel, trained)]
         assert whole - peak(sliced, slices) == pytest.approx(held[0] - held[1], rel=0.05)
 
 

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import math
 
 import torch
 
+from lowcomm.choices import choose
 from lowcomm.cost.predict import kinds_of_stage, message_bytes, stage_numel
 from lowcomm.experiment.config import RunConfig
-from lowcomm.experiment.inner import is_inside_blocks
 from lowcomm.methods.boundary import make_boundary
+from lowcomm.methods.inner import InnerOptimizer
 from lowcomm.methods.partial import pieces
 from lowcomm.methods.plan import Plan
 from lowcomm.methods.subspace import overhead_bytes
@@ -43,18 +43,15 @@ def stage_memory(config: RunConfig, stage: int) -> MemoryCount:
         if m.offload_outer:
             fetched = _most_fetched(plan, max(m.overlap_steps), stepped, said) + waiting * numel
     trains = numel - (whole.total - trained.total)
-    matrices = 0
-    if config.train.optimizer == "muon":
-        shapes = parameter_shapes(c, stage=stage, stages=config.stages)
-        matrices = sum(math.prod(shape) for name, shape in shapes.items() if is_inside_blocks(name, len(shape)))
+    inner = choose(InnerOptimizer, config.train.optimizer, "train.optimizer")
+    fewer = inner.fewer_moments(parameter_shapes(c, stage=stage, stages=config.stages))
     return memory(
         numel,
-        inner=config.train.optimizer,
+        moments=inner.moments,
         outer_buffers=buffers,
         fetched=fetched,
         trained=trains,
-        matrices=matrices,
-        shared=_in_means(config, stage),
+        fewer=fewer + _in_means(config, stage),
     )
 
 

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
+from types import SimpleNamespace
 from typing import Any, Literal
 
-from lowcomm.choices import choose
+from lowcomm.choices import check_settings, choose
 from lowcomm.comm.config import CommConfig
 from lowcomm.methods.boundary import check_boundary
 from lowcomm.methods.config import BoundaryConfig, MethodConfig
 from lowcomm.methods.engine import Engine
+from lowcomm.methods.inner import InnerOptimizer
 from lowcomm.methods.outer import OuterOptimizer
 from lowcomm.methods.peers import Peers
 from lowcomm.methods.plan import Plan
@@ -67,8 +69,9 @@ class TrainConfig:
     #: What losses are of. Settings are chosen on the tuning split, so that no table reports what has chosen them.
     eval_split: Literal["validation", "tuning"] = "validation"
     weights: str = ""  # a Hugging Face folder of a Llama or Qwen3 to begin with; "": drawn from the seed
-    optimizer: Literal["adamw", "sgd", "muon"] = "adamw"  # muon: of the matrices inside blocks, AdamW of the rest
-    muon_lr: float = number(0.0, at_least=0)  # the peak rate of those matrices; only for optimizer = muon, as the next
+    optimizer: str = "adamw"  # a `methods.inner.InnerOptimizer` by name: adamw, sgd, muon
+    #: The peak rate of matrices inside blocks; only for optimizer = muon, as the next.
+    muon_lr: float = number(0.0, at_least=0)
     muon_momentum: float = number(0.95, at_least=0, below=1)
     #: Share of the windows that are dealt to all lanes alike; of the rest each lane has one part of the corpus, so that
     #: replicas train on unlike text.
@@ -196,7 +199,7 @@ def _check(config: RunConfig) -> None:
         )
     engine = choose(Engine, m.exchange, "method.exchange")
     engine.check(m, config.replicas)
-    _check_muon(t, m)
+    _check_inner(t, m)
     if config.exchanges_parameters and m.sync_every_steps > t.steps:
         raise ConfigError(
             f"method.sync_every_steps (H) = {m.sync_every_steps} must be between 1 and train.steps = {t.steps}"
@@ -233,19 +236,11 @@ def _check(config: RunConfig) -> None:
         )
 
 
-def _check_muon(t: TrainConfig, m: MethodConfig) -> None:
-    if t.optimizer != "muon":
-        for key in ("muon_lr", "muon_momentum"):
-            if getattr(t, key) != TrainConfig.__dataclass_fields__[key].default:
-                raise ConfigError(f"train.{key} means nothing with train.optimizer = {t.optimizer}")
-        return
-    if not t.muon_lr:
-        raise ConfigError("train.optimizer = muon needs train.muon_lr above 0: the peak rate of matrices inside blocks")
-    apart = {"method.exchange = fsdp": m.exchange == "fsdp", "method.trainable = slice": m.trainable == "slice"}
-    apart["method.boundary.kind = subspace"] = m.boundary.kind == "subspace"
-    for what, is_so in apart.items():
-        if is_so:
-            raise ConfigError(f"train.optimizer = muon makes whole matrices orthogonal, in bf16: not with {what}")
+def _check_inner(t: TrainConfig, m: MethodConfig) -> None:
+    kind = choose(InnerOptimizer, t.optimizer, "train.optimizer")
+    defaults = SimpleNamespace(**{field.name: field.default for field in fields(TrainConfig)})
+    check_settings(InnerOptimizer, t.optimizer, "train.optimizer", t, defaults)
+    kind.check(t, m)
 
 
 def _check_pipeline(config: RunConfig) -> None:

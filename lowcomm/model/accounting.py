@@ -181,12 +181,11 @@ class MemoryCount:
 def memory(
     numel: int,
     *,
-    inner: str,
     outer_buffers: int,
     fetched: int | None = None,
     trained: int | None = None,
-    matrices: int = 0,
-    shared: int = 0,
+    moments: int = 2,
+    fewer: int = 0,
     gradient_bytes: int = 4,
 ) -> MemoryCount:
     """Memory of one replica: `numel` parameters in fp32, and outer buffers of the same size.
@@ -194,14 +193,13 @@ def memory(
     DiLoCo has 2, the parameters last agreed and a momentum; NoLoCo 3, with the mean of its next peers' slow weights;
     error feedback adds one, the residual.
 
-    AdamW keeps two moments per parameter (its step counters are not counted), SGD none, and Muon one of the values of
-    its `matrices`, with two of the rest; `shared` is the number of moments that are left out, as a mean stands for
-    them. `fetched`: values of outer state that are on the accelerator at a time, where it is kept elsewhere and fetched
-    for a fragment's turn (Streaming DiLoCo, section 2.5). `trained`: values that this replica trains, where it is not
-    all of them; what is frozen has neither gradient nor moments. `gradient_bytes`: 2 where they are in bf16.
+    `moments`: values that the inner optimizer keeps of each that is trained, AdamW's two by default (its step counters
+    are not counted), less `fewer` in all. `fetched`: values of outer state that are on the accelerator at a time, where
+    it is kept elsewhere and fetched for a fragment's turn (Streaming DiLoCo, section 2.5). `trained`: values that this
+    replica trains, where it is not all of them; what is frozen has neither gradient nor moments. `gradient_bytes`: 2
+    where they are in bf16.
     """
     trained = numel if trained is None else trained
     outer = 4 * numel * outer_buffers
     on_device = outer if fetched is None else 4 * fetched
-    moments = 0 if inner == "sgd" else 2 * trained - matrices - shared
-    return MemoryCount(4 * numel, gradient_bytes * trained, 4 * moments, outer, on_device)
+    return MemoryCount(4 * numel, gradient_bytes * trained, 4 * (moments * trained - fewer), outer, on_device)

@@ -1,0 +1,115 @@
+"""Inner optimizers: what a replica takes its own steps with.
+
+    adamw, sgd    of all parameters
+    muon          Muon of the matrices inside blocks, AdamW of the rest (`muon`)
+
+With one replica and an outer optimizer, AdamW inside is SNOO (Kallusky et al., 2025, arXiv:2510.15830): an outer
+optimizer without anybody else.
+
+To add an inner optimizer, write a file in this folder with a class that derives from `InnerOptimizer` and has `names`.
+What it needs of its own, such as a rate, is a field of `TrainConfig`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from lowcomm.choices import Choice
+from lowcomm.methods.config import MethodConfig
+from lowcomm.methods.subspace import RowAdamW
+
+
+class InnerSettings(Protocol):
+    """What inner optimizers read of `TrainConfig`; rates are peaks, which `set_learning_rate` follows step by step."""
+
+    optimizer: str
+    lr: float
+    muon_lr: float
+    muon_momentum: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+
+
+class InnerOptimizer(Choice, ABC):
+    """An optimizer of the parameters that a replica trains.
+
+    Attributes:
+        moments: how many values it keeps of each parameter.
+    """
+
+    moments: ClassVar[int] = 2
+
+    @classmethod
+    @abstractmethod
+    def of(
+        cls, trained: Mapping[str, Tensor], t: InnerSettings, mean_dims: Mapping[str, int] | None = None
+    ) -> torch.optim.Optimizer:
+        """Make the optimizer; weight decay is on matrices alone.
+
+        Args:
+            trained: parameters by name, those inside blocks as a `Decoder` names them.
+            t: the settings. Groups with a rate of their own have it as `peak_lr`.
+            mean_dims: see `subspace.RowAdamW`, by the parameters' names.
+        """
+
+    @classmethod
+    def check(cls, t: InnerSettings, method: MethodConfig) -> None:
+        """Raise ConfigError where settings or the method do not go with it."""
+
+    @classmethod
+    def fewer_moments(cls, shapes: Mapping[str, Sequence[int]]) -> int:
+        """Count the values that it does not keep of parameters of these shapes, of `moments` for each."""
+        return 0
+
+
+class SGD(InnerOptimizer):
+    """Stochastic gradient descent without a momentum."""
+
+    names = ("sgd",)
+    moments = 0
+
+    @classmethod
+    def of(
+        cls, trained: Mapping[str, Tensor], t: InnerSettings, mean_dims: Mapping[str, int] | None = None
+    ) -> torch.optim.Optimizer:
+        """SGD, whatever the means, as it has no second moment."""
+        return torch.optim.SGD(_groups(trained, t), lr=t.lr)
+
+
+class AdamW(InnerOptimizer):
+    """AdamW, fused; with means in place of second moments where there are some."""
+
+    names = ("adamw",)
+
+    @classmethod
+    def of(
+        cls, trained: Mapping[str, Tensor], t: InnerSettings, mean_dims: Mapping[str, int] | None = None
+    ) -> torch.optim.Optimizer:
+        """AdamW, or `RowAdamW` where a matrix has a mean."""
+        told = {"lr": t.lr, "betas": (t.beta1, t.beta2), "eps": t.eps}
+        groups = _groups(trained, t, mean_dims)
+        if any("mean_dim" in group for group in groups):
+            return RowAdamW(groups, **told)
+        fused = not any(hasattr(p, "device_mesh") for p in trained.values())
+        return torch.optim.AdamW(groups, fused=fused, **told)
+
+
+def _groups(
+    trained: Mapping[str, Tensor], t: InnerSettings, mean_dims: Mapping[str, int] | None = None
+) -> list[dict[str, object]]:
+    """Return matrices, vectors, and then the matrices of each dimension over which a mean is taken."""
+    matrices: dict[int | None, list[Tensor]] = {None: []}
+    for name, p in trained.items():
+        if p.dim() >= 2:
+            matrices.setdefault((mean_dims or {}).get(name), []).append(p)
+    vectors = [p for p in trained.values() if p.dim() < 2]
+    plain = {"params": matrices.pop(None), "weight_decay": t.weight_decay}
+    means = [{"params": some, "weight_decay": t.weight_decay, "mean_dim": d} for d, some in matrices.items()]
+    return [plain, {"params": vectors, "weight_decay": 0.0}, *means]

@@ -1,0 +1,108 @@
+"""Muon of the matrices inside blocks, and AdamW of embedding, head and vectors.
+
+Muon moves a matrix by its momentum's nearest orthogonal one (Jordan et al., 2024), as `torch.optim.Muon` computes it.
+Inside DiLoCo it is MuLoCo (Thérien et al., 2025, arXiv:2505.23725), whose public code has no Nesterov momentum there
+and scales the rate of a matrix [out, in] by sqrt(out / in); so has this. With one replica that is their MuLoCo-1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowcomm.methods.config import MethodConfig
+from lowcomm.methods.inner import AdamW, InnerOptimizer, InnerSettings
+from lowcomm.settings import ConfigError
+
+
+def _is_muons(name: str, dims: int) -> bool:
+    """Tell whether a `Decoder`'s parameter of so many dimensions is one of the matrices that Muon takes."""
+    return name.startswith("blocks.") and dims == 2
+
+
+class Muon(InnerOptimizer):
+    """One momentum for each matrix inside blocks, AdamW's two moments for the rest."""
+
+    names = ("muon",)
+    settings = ("muon_lr", "muon_momentum")
+
+    @classmethod
+    def of(
+        cls, trained: Mapping[str, Tensor], t: InnerSettings, mean_dims: Mapping[str, int] | None = None
+    ) -> torch.optim.Optimizer:
+        """Both as one optimizer; there are no means, as `check` refuses what wants them."""
+        return MuonAndAdamW(trained, t)
+
+    @classmethod
+    def check(cls, t: InnerSettings, method: MethodConfig) -> None:
+        """Refuse parts of matrices, and matrices that are held to a subspace."""
+        if not t.muon_lr:
+            raise ConfigError(
+                "train.optimizer = muon needs train.muon_lr above 0: the peak rate of matrices inside blocks"
+            )
+        apart = {"method.exchange = fsdp": method.exchange == "fsdp"}
+        apart |= {"method.trainable = slice": method.trainable == "slice"}
+        apart |= {"method.boundary.kind = subspace": method.boundary.kind == "subspace"}
+        for what, is_so in apart.items():
+            if is_so:
+                raise ConfigError(f"train.optimizer = muon makes whole matrices orthogonal, in bf16: not with {what}")
+
+    @classmethod
+    def fewer_moments(cls, shapes: Mapping[str, Sequence[int]]) -> int:
+        """Matrices inside blocks have one moment."""
+        return sum(math.prod(shape) for name, shape in shapes.items() if _is_muons(name, len(shape)))
+
+
+class MuonAndAdamW(torch.optim.Optimizer):
+    """Muon of the matrices inside blocks and AdamW of the rest, as one optimizer with one state.
+
+    Groups that Muon takes have a `peak_lr` of their own: `train.muon_lr` times min(1, sqrt(out / in)), as torch itself
+    scales by max(1, sqrt(out / in)).
+    """
+
+    def __init__(self, trained: Mapping[str, Tensor], t: InnerSettings):
+        of_shape: dict[torch.Size, list[Tensor]] = {}
+        rest = {}
+        for name, p in trained.items():
+            if _is_muons(name, p.dim()):
+                of_shape.setdefault(p.shape, []).append(p)
+            else:
+                rest[name] = p
+        groups = [self._group(shape, some, t) for shape, some in of_shape.items()]
+        muon = torch.optim.Muon(groups, momentum=t.muon_momentum, nesterov=False, adjust_lr_fn="original")
+        adamw = AdamW.of(rest, t)
+        self._parts = muon, adamw
+        super().__init__([*muon.param_groups, *adamw.param_groups], {"fused": True})
+        self._share()
+
+    def _share(self) -> None:
+        """Give both optimizers the groups and the state that this one has."""
+        count = len(self._parts[0].param_groups)
+        for part, groups in zip(self._parts, (self.param_groups[:count], self.param_groups[count:]), strict=True):
+            part.param_groups, part.state = groups, self.state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` gave."""
+        super().load_state_dict(state_dict)
+        self._share()
+
+    @staticmethod
+    def _group(shape: torch.Size, some: list[Tensor], t: InnerSettings) -> dict[str, Any]:
+        """The group of matrices of one shape [out, in]; torch scales by sqrt(max(1, out / in)) itself."""
+        ratio = min(1.0, math.sqrt(shape[0] / shape[1]))
+        peak = t.muon_lr * ratio
+        return {"params": some, "lr": peak, "peak_lr": peak, "weight_decay": t.weight_decay / ratio}
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step; returns what `closure` (run with gradients) does."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part in self._parts:
+            part.step()
+        return loss
