@@ -380,13 +380,17 @@ def tuning(bench: Bench) -> dict[str, Any]:
 
 
 def points(bench: Bench) -> dict[str, Any]:
-    """Train points of the ladder until time is up, rung after rung; rows that have not been tuned are named."""
+    """Train points of the ladder until time is up, rung after rung; rows that are not tuned or predicted are named."""
     ladder, rows = bench.ladder, {}
     for rung in bench.rungs:
         there, tuned = ladder.plan.rungs[rung].rows, ladder.read_tuned(ladder.plan.rungs[rung].tuned_at)
-        rows[rung] = bench.rows or [name for name in there if name in tuned]
-        if left := [name for name in there if name not in tuned and not bench.rows]:
-            print(f"{rung}: not tuned yet: {', '.join(left)}", flush=True)
+        wanting = {name: "tuned" for name in there if name not in tuned}
+        wanting |= {name: "predicted" for name in ladder.unregistered(rung) if name in tuned}
+        if found := bench.rows or [name for name in there if name not in wanting]:
+            rows[rung] = found
+        for what in ("tuned", "predicted"):
+            if not bench.rows and (left := [name for name, lacks in wanting.items() if lacks == what]):
+                print(f"{rung}: not {what} yet: {', '.join(left)}", flush=True)
 
     def work(workers: Workers) -> None:
         for rung, some in rows.items():

@@ -195,6 +195,12 @@ def test_a_projection_is_advised_where_links_between_stages_are_slow() -> None:
     assert not plan(tight, JOB, PENALTIES).projection.any()
 
 
+def test_a_subspace_stays_in_runs_that_are_too_short_for_it_to_move() -> None:
+    long, short = (run_of(Method(ratio=8), Job(MODEL, tokens, 64), 1, 8) for tokens in (1e9, 1e7))
+    assert long.method.boundary.update_every_steps == 500 > short.train.steps
+    assert short.method.boundary.update_every_steps == short.method.boundary.update_lr == 0
+
+
 def test_the_batch_is_rounded_to_what_replicas_can_share() -> None:
     assert [JOB.batch(n) for n in (1, 3, 7, 64)] == [64, 63, 63, 64]
     config = run_of(Method(30), JOB, 7, 1)

@@ -175,6 +175,9 @@ def run_of(
         precision="bf16",
         **({"optimizer": "muon", "muon_lr": MUON_LR} if method.muon else {"optimizer": "sgd"} if method.demo else {}),
     )
+    settings = method.settings(job.model, stages)
+    if settings.boundary.update_every_steps >= steps:  # a run too short for its subspace to move
+        settings = replace(settings, boundary=replace(settings.boundary, update_every_steps=0, update_lr=0.0))
     return RunConfig(
         name="plan",
         scale="plan",
@@ -184,7 +187,7 @@ def run_of(
         model=job.model,
         data=DataConfig("any", job.model.vocab_size),
         train=train,
-        method=method.settings(job.model, stages),
+        method=settings,
     )
 
 

@@ -326,19 +326,22 @@ class Ladder:
         file = self.results / "predictions.yaml"
         return yaml.safe_load(file.read_text()) if file.exists() else {}
 
-    def check_registered(self, rung: str, rows: Collection[str] = ()) -> None:
-        """Raise ConfigError for a row that is to be predicted before it has a point at a rung, and is not.
+    def unregistered(self, rung: str, rows: Collection[str] = ()) -> list[str]:
+        """Return the rows, all by default, that are to be predicted before they have a point at a rung, and are not.
 
-        That is so where a rung takes what was tuned at another, of all rows but data-parallel training.
+        Predictions are wanted where a rung takes what was tuned at another, of all rows but data-parallel training.
         """
         there = self.plan.rungs[rung]
         known = self.read_predictions().get(rung, {}).get("rows", {})
-        if there.tuned_at != rung:
-            for name in (name for name in there.rows if not rows or name in rows):
-                if not name.startswith("data_parallel/") and name not in known:
-                    raise ConfigError(
-                        f"{name} has not been predicted at {rung}: python -m pipelines.ladder predict {rung} {name}"
-                    )
+        asked = [name for name in there.rows if (not rows or name in rows) and not name.startswith("data_parallel/")]
+        return [] if there.tuned_at == rung else [name for name in asked if name not in known]
+
+    def check_registered(self, rung: str, rows: Collection[str] = ()) -> None:
+        """Raise ConfigError for a row that is `unregistered`."""
+        for name in self.unregistered(rung, rows):
+            raise ConfigError(
+                f"{name} has not been predicted at {rung}: python -m pipelines.ladder predict {rung} {name}"
+            )
 
 
 def write_whole(file: Path, text: str) -> None:
