@@ -237,6 +237,12 @@ def test_errors_that_boundaries_keep_and_what_messages_take_are_counted(
     assert counter.get_total_flops() == one.flops(32)
 
 
+def test_without_moments_there_are_no_means_in_their_place() -> None:
+    method = {"boundary": {"second_moment": "row", "update_every_steps": 0, "update_lr": 0.0}}
+    sgd, adamw = (small_run("protocol", train={"optimizer": name}, method=method) for name in ("sgd", "adamw"))
+    assert stage_memory(sgd, 0).optimizer == 0 < stage_memory(adamw, 0).optimizer
+
+
 def test_one_replica_waits_for_nobody() -> None:
     """An outer optimizer on one replica sends nothing, so that no latency is paid for it."""
     local, alone = (small_run(name, replicas=1) for name in ("diloco_m2", "data_parallel"))

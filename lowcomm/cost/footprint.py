@@ -45,13 +45,15 @@ def stage_memory(config: RunConfig, stage: int) -> MemoryCount:
     trains = numel - (whole.total - trained.total)
     inner = choose(InnerOptimizer, config.train.optimizer, "train.optimizer")
     fewer = inner.fewer_moments(parameter_shapes(c, stage=stage, stages=config.stages))
+    if inner.moments > 1:
+        fewer += _in_means(config, stage)
     return memory(
         numel,
         moments=inner.moments,
         outer_buffers=buffers,
         fetched=fetched,
         trained=trains,
-        fewer=fewer + _in_means(config, stage),
+        fewer=fewer,
     )
 
 
