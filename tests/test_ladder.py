@@ -481,7 +481,10 @@ def test_points_are_those_of_plain_runs_and_none_is_done_again(small: Ladder, ca
     for what in ("train", "predict"):
         assert main([what, "c"], small) == 1
         assert "no rung named 'c'" in capsys.readouterr().err
-    assert main(["predict", "b"], small) == 1
+    (small.results / "predictions.yaml").unlink()
+    assert main(["train", "b"], small) == 1
+    assert "has not been predicted at b: python -m pipelines.ladder predict b" in capsys.readouterr().err
+    assert main(["predict", "b", "diloco/m2"], small) == 1
     assert "at b are there already" in capsys.readouterr().err
     assert main(["tune", "b"], small) == 1
     assert "rung b takes what was found at a: nothing is tuned at it" in capsys.readouterr().err
