@@ -272,8 +272,8 @@ def ladder_headline() -> str:
         f"What methods lose to data-parallel training, all tuned by one rule, at {size:,} parameters and"
         f" {there.tokens_per_parameter.iloc[0]:.0f} tokens per parameter: {lost({row: row for row in LADDER_ROWS})}."
         + (f" With an outer momentum that rises from zero: {rising}." if (rising := lost(RISING_ROWS)) else "")
-        + f"{_where_lost(size)}"
-        " Bands are fits over sizes, carried on to where others have published theirs"
+        + _where_lost(size)
+        + " Bands are fits over sizes, carried on to where others have published theirs"
         " ([the ladder](results/ladder/README.md))."
     )
 

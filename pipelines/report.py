@@ -61,6 +61,12 @@ def plus_minus(values: Sequence[float], digits: int = 3) -> str:
     return f"{mean} ± {spread(values):.{digits}f} ({len(values)})" if len(values) > 1 else f"{mean} (1)"
 
 
+def span(values: Sequence[float]) -> str:
+    """Say from where to where values are: "512 to 2,048", or "512" where all are alike."""
+    ends = [f"{v:,.1f}" if v < 20 else f"{v:,.0f}" for v in (min(values), max(values))]
+    return " to ".join(dict.fromkeys(end.removesuffix(".0") for end in ends))
+
+
 def ranged(middle: float, low: float, high: float) -> str:
     """'+0.42 (+0.21 to +0.63) %': a percentage with its interval, where there is one; "" where there is neither."""
     if math.isnan(middle):
@@ -199,11 +205,6 @@ class Comparison:
         runs = [s for key in keys or self.runs for s in self.runs[key]]
         regimes = [regime_of(s) for s in runs]
         seeds = [len(self.runs[key]) for key in keys or self.runs]
-
-        def span(values: Sequence[float]) -> str:
-            ends = [f"{v:,.1f}" if v < 20 else f"{v:,.0f}" for v in (min(values), max(values))]
-            return " to ".join(dict.fromkeys(end.removesuffix(".0") for end in ends))
-
         parts = [
             f"{span([s['parameters'] for s in runs])} parameters",
             f"{span([r.tokens_per_parameter for r in regimes])} tokens per parameter",

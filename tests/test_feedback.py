@@ -175,7 +175,7 @@ def test_a_run_goes_on_with_its_residual(offload: bool, corpus: Path, tmp_path: 
 
 
 def test_a_message_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is sent is what the residual was taken from, in whole sections; shares are encoded anew."""
+    """The bytes that are sent are those from which the residual was taken, so that no section is encoded again."""
     count, encode = [], ChunkTopK.encode
 
     def counted(self: ChunkTopK, x: Tensor, seed: int = 0) -> Tensor:

@@ -179,7 +179,7 @@ def test_every_grid_has_its_methods_and_each_is_a_run() -> None:
 
 
 def test_a_projection_is_advised_where_links_between_stages_are_slow() -> None:
-    """What crosses are 21 of 256 coordinates in 4 bits and their scales, in place of bf16."""
+    """Of 256 coordinates 21 cross, in 4 bits and with their scales, where all of them would cross in bf16."""
     more = [*ROWS, ("Muon", 1, 1, SIZE, -0.02, 0.01, "ours"), ("projection", 1, 12.8, SIZE, 0.08, 0.01, "ours")]
     known = Penalties(_table(more))
     method = Method(ratio=planner.PROJECTED, muon=True, projection=True)

@@ -21,7 +21,7 @@ from lowcomm.methods.boundary import make_boundary
 from lowcomm.methods.inner import InnerOptimizer
 from lowcomm.methods.partial import pieces
 from lowcomm.methods.plan import Plan
-from lowcomm.methods.subspace import overhead_bytes
+from lowcomm.methods.subspace import moments_in_means, overhead_bytes
 from lowcomm.model.accounting import MemoryCount, memory, parameter_shapes, parameters, trained_parameters
 from lowcomm.model.config import stage_layers
 
@@ -44,9 +44,11 @@ def stage_memory(config: RunConfig, stage: int) -> MemoryCount:
             fetched = _most_fetched(plan, max(m.overlap_steps), stepped, said) + waiting * numel
     trains = numel - (whole.total - trained.total)
     inner = choose(InnerOptimizer, config.train.optimizer, "train.optimizer")
-    fewer = inner.fewer_moments(parameter_shapes(c, stage=stage, stages=config.stages))
-    if inner.moments > 1:
-        fewer += _in_means(config, stage)
+    shapes = parameter_shapes(c, stage=stage, stages=config.stages)
+    fewer = inner.fewer_moments(shapes)
+    if inner.moments > 1 and not m.boundary.replicas:  # else some replicas have no means
+        mine = (p for p in pieces(shapes, m.sliced, m.slices, c.layers) if p.owner in (None, 0))
+        fewer += moments_in_means(c, m.boundary, ((piece.parameter, piece.numel) for piece in mine))
     return memory(
         numel,
         moments=inner.moments,
@@ -55,22 +57,6 @@ def stage_memory(config: RunConfig, stage: int) -> MemoryCount:
         trained=trains,
         fewer=fewer,
     )
-
-
-def _in_means(config: RunConfig, stage: int) -> int:
-    """Count the entries of second moments that a stage does without, as means stand for them (`subspace`)."""
-    b, c, m = config.method.boundary, config.model, config.method
-    if b.kind != "subspace" or b.mode != "projected" or b.second_moment == "element" or b.replicas:
-        return 0
-    matrices = ("mlp.down.weight", "attention.out.weight") if b.second_moment == "row" else ("mlp.down.weight",)
-    shapes = parameter_shapes(c, stage=stage, stages=config.stages)
-    means = 0
-    for piece in pieces(shapes, m.sliced, m.slices, c.layers):
-        name = piece.parameter
-        held = name.endswith(matrices) and int(name.split(".")[1]) < c.layers - b.dense_layers
-        if piece.owner in (None, 0) and (held or name == "embedding.weight"):
-            means += piece.numel // c.dim
-    return means * (c.dim - 1)
 
 
 def _most_fetched(plan: Plan, tau: int, stepped: int, said: int) -> int:

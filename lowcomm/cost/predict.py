@@ -87,12 +87,10 @@ def stage_flops(config: RunConfig) -> list[tuple[float, float]]:
         if last and config.stages > 1:
             forward += 2 * logits
         found.append((float(forward), float(whole - forward)))
-    often = 2.0 * make_boundary(m.boundary, c).flops(sequences * t.seq_len) * (config.stages - 1)
-    if config.constraint is not None:
-        over = overhead_flops(c, m.boundary, sequences, t.seq_len, config.stages)
-        often += over["watching"] + over["projection"] / t.accumulation
-        if m.boundary.update_every_steps:
-            often += over["update"] / m.boundary.update_every_steps / t.accumulation
+    over = overhead_flops(c, m.boundary, sequences, t.seq_len, config.stages)
+    often = over["boundaries"] + over["watching"] + over["projection"] / t.accumulation
+    if m.boundary.update_every_steps:
+        often += over["update"] / m.boundary.update_every_steps / t.accumulation
     return [(f, b + often / config.stages) for f, b in found]
 
 

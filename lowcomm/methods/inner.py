@@ -25,9 +25,11 @@ from lowcomm.methods.subspace import RowAdamW
 
 
 class InnerSettings(Protocol):
-    """What inner optimizers read of `TrainConfig`; rates are peaks, which `set_learning_rate` follows step by step."""
+    """The settings of `TrainConfig` that inner optimizers read.
 
-    optimizer: str
+    Rates are the peaks, from which `set_learning_rate` makes the rate of each step.
+    """
+
     lr: float
     muon_lr: float
     muon_momentum: float

@@ -29,7 +29,8 @@ What lived in the old subspace, weights, first moments and outer state, is proje
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -38,10 +39,11 @@ from torch.optim.adamw import adamw
 
 from lowcomm.comm.shares import mean_bytes
 from lowcomm.comm.world import World
-from lowcomm.methods.boundary import Boundary
+from lowcomm.methods.boundary import Boundary, make_boundary
 from lowcomm.methods.config import BoundaryConfig
 from lowcomm.methods.engine import Change, Values
 from lowcomm.methods.partial import SlicedLinear
+from lowcomm.model.accounting import parameter_shapes
 from lowcomm.model.config import ModelConfig
 from lowcomm.model.decoder import Decoder, orthonormal
 
@@ -164,13 +166,14 @@ def _columns(c: ModelConfig, b: BoundaryConfig) -> int:
 
 
 def overhead_flops(c: ModelConfig, b: BoundaryConfig, sequences: int, tokens: int, stages: int) -> dict[str, int]:
-    """FLOPs of keeping to the subspace, of a whole pipeline: three a step, and of one "update".
+    """Count the FLOPs of a pipeline's boundaries and of keeping to the subspace: three per step, and those of an "update".
 
-    "boundaries": activations and gradients, compressed and rebuilt, 8BTDR at each of the stages - 1; "projection" of
-    gradients [D, n], 4DRn, and of weights that AdamW moves out of it as much; "watching" the gradients at the last
-    compressed layer, 2BTD^2. An update takes S U and its projection on the tangent, and projects weights and AdamW's
-    first moments, 4DRn each (QR, and outer state, are not counted). Re-parametrised, nothing is projected, and an
-    update turns R coordinates, 2R^2 n each. A `projection` compresses and rebuilds, and keeps nothing to anything.
+    "boundaries": activations and gradients, compressed and rebuilt (`Boundary.flops`, of a subspace 8BTDR), at each of
+    the stages - 1; "projection" of gradients [D, n], 4DRn, and of weights that AdamW moves out of it as much;
+    "watching" the gradients at the last compressed layer, 2BTD^2. An update takes S U and its projection on the
+    tangent, and projects weights and AdamW's first moments, 4DRn each (QR, and outer state, are not counted).
+    Re-parametrised, nothing is projected, and an update turns R coordinates, 2R^2 n each. A `projection` compresses and
+    rebuilds, and keeps nothing to anything.
     """
     D, R, bt = c.dim, b.rank, sequences * tokens
     n = _columns(c, b) + c.vocab_size
@@ -179,11 +182,29 @@ def overhead_flops(c: ModelConfig, b: BoundaryConfig, sequences: int, tokens: in
     weights = {"row": 0, "mixed": max(0, c.layers - b.dense_layers) * c.heads * c.width_of_head, "element": n}
     carry = 4 * D * R * n if projected else 2 * R * R * n
     return {
-        "boundaries": 8 * bt * D * R * (stages - 1),
+        "boundaries": 2 * (stages - 1) * make_boundary(b, c).flops(bt),
         "projection": 4 * D * R * (n + weights[b.second_moment]) if projected else 0,
         "watching": 2 * bt * D * D if moving else 0,
         "update": moving * (2 * D * D * R + 4 * D * R * R + 2 * carry),
     }
+
+
+def moments_in_means(c: ModelConfig, b: BoundaryConfig, parts: Iterable[tuple[str, int]]) -> int:
+    """Count the entries of second moments that are not kept, as means stand for them.
+
+    Args:
+        c, b: the model, and the settings of its subspace; with any other boundary nothing is spared.
+        parts: parameters, or pieces of them that one replica trains, and how many values each has.
+    """
+    if b.kind != "subspace" or b.mode != "projected" or b.second_moment == "element":
+        return 0
+    matrices = ("mlp.down.weight", "attention.out.weight") if b.second_moment == "row" else ("mlp.down.weight",)
+
+    def has_means(name: str) -> bool:
+        inside = name.endswith(matrices) and int(name.split(".")[1]) < c.layers - b.dense_layers
+        return inside or name == "embedding.weight"
+
+    return sum(values // c.dim * (c.dim - 1) for name, values in parts if has_means(name))
 
 
 def overhead_bytes(c: ModelConfig, b: BoundaryConfig, itemsize: int = 4) -> dict[str, int]:
@@ -193,13 +214,12 @@ def overhead_bytes(c: ModelConfig, b: BoundaryConfig, itemsize: int = 4) -> dict
     moves); "second_moment" of the whole model: means in place of entries.
     """
     D, R, V = c.dim, b.rank, c.vocab_size
-    mixed = max(0, c.layers - b.dense_layers) * c.ffn_dim
-    rows = {"row": _columns(c, b) + V, "mixed": mixed + V, "element": 0}[b.second_moment]
+    whole = ((name, math.prod(shape)) for name, shape in parameter_shapes(c).items())
     return {
         "fixed_embedding": V * D * itemsize,
         "basis": 4 * D * R,
         "gram": 4 * D * D if b.update_every_steps else 0,
-        "second_moment": -4 * rows * (D - 1) if b.mode == "projected" and b.kind == "subspace" else 0,
+        "second_moment": -4 * moments_in_means(c, b, whole),
     }
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from lowcomm.model.accounting import parameters
 from lowcomm.model.presets import PRESETS
 from lowcomm.settings import ConfigError
 from pipelines.ladder.plan import PUBLISHED, Ladder, Rung, base_of, write_whole
-from pipelines.report import Comparison, published
+from pipelines.report import Comparison, published, span
 from pipelines.verdicts import Paired, Regime, log_ratios, quantile, student
 
 #: Exponents of the law of loss: the likely one, as of published fits, and the highest; the lowest leaves no floor.
@@ -254,19 +254,14 @@ def several(cells: Sequence[Cell]) -> list[Cell]:
 
 def regimes(cells: Sequence[Cell]) -> list[str]:
     """Say of each rung what its runs were: a note below tables. What exchanges in each step has as many rounds."""
-
-    def ranged(values: Iterable[float]) -> str:
-        low, high = min(values := list(values)), max(values)
-        return f"{low:,.0f}" if low == high else f"{low:,.0f} to {high:,.0f}"
-
     found = []
     for rung in dict.fromkeys(cell.rung for cell in cells):
         here = [cell for cell in cells if cell.rung == rung]
         found.append(
-            f"At {rung}: {here[0].parameters:,} parameters, {ranged(c.tokens_per_parameter for c in here)} tokens per"
-            f" parameter, {ranged(c.rounds for c in here)} rounds,"
-            f" {ranged(c.tokens_per_replica_and_step for c in here)} tokens per replica and step,"
-            f" {ranged(len(c.gaps) for c in here)} seeds."
+            f"At {rung}: {here[0].parameters:,} parameters, {span([c.tokens_per_parameter for c in here])} tokens per"
+            f" parameter, {span([c.rounds for c in here])} rounds,"
+            f" {span([c.tokens_per_replica_and_step for c in here])} tokens per replica and step; seeds:"
+            f" {span([len(c.gaps) for c in here])}."
         )
     return found
 

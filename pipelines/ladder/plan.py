@@ -359,16 +359,11 @@ def base_of(row: str, configs: Mapping[str, RunConfig]) -> str:
 
     configs: those of all rows of a rung (`Ladder.configs`). Raises ConfigError where no such row has both.
     """
-    bases: dict[tuple[int, int], str] = {}
-    for name, c in configs.items():
-        if name.startswith("data_parallel/"):
-            bases.setdefault((c.train.global_batch, c.train.steps), name)
     batch, steps = configs[row].train.global_batch, configs[row].train.steps
-    if (batch, steps) not in bases:
-        raise ConfigError(
-            f"{row} has {steps} steps of {batch} sequences, and no row of data-parallel training has those"
-        )
-    return bases[batch, steps]
+    for name, c in configs.items():
+        if name.startswith("data_parallel/") and (c.train.global_batch, c.train.steps) == (batch, steps):
+            return name
+    raise ConfigError(f"{row} has {steps} steps of {batch} sequences, and no row of data-parallel training has those")
 
 
 def _deciding(settings: dict[str, Any]) -> dict[str, Any]:
