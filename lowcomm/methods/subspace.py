@@ -166,7 +166,7 @@ def _columns(c: ModelConfig, b: BoundaryConfig) -> int:
 
 
 def overhead_flops(c: ModelConfig, b: BoundaryConfig, sequences: int, tokens: int, stages: int) -> dict[str, int]:
-    """Count FLOPs of a pipeline's boundaries and of keeping to the subspace: three per step, and those of an "update".
+    """Count FLOPs of a pipeline's boundaries and of keeping to the subspace: three kinds per step, one per "update".
 
     "boundaries": activations and gradients, compressed and rebuilt (`Boundary.flops`, of a subspace 8BTDR), at each of
     the stages - 1; "projection" of gradients [D, n], 4DRn, and of weights that AdamW moves out of it as much;
