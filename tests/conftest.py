@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from pathlib import Path
@@ -25,11 +26,21 @@ torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the longest, so that no worker is left alone with it; reports carry the table of faults' words."""
+    """Let every worker begin with its share of the longest; reports carry the table of faults' words.
+
+    Each of n workers first has the nth part of the list that is its turn, and whoever is done takes from another's end.
+    """
     for item in items:
         if (fault := item.get_closest_marker("fault")) is not None:
             item.user_properties.append(("fault", fault.args))
-    items.sort(key=lambda item: item.get_closest_marker("longest") is None)
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    longest = [item for item in items if item.get_closest_marker("longest")]
+    others = iter([item for item in items if not item.get_closest_marker("longest")])
+    ordered: list[pytest.Item] = []
+    for worker in range(workers):
+        own, part = longest[worker::workers], (len(items) - len(ordered)) // (workers - worker)
+        ordered += [*own, *itertools.islice(others, max(0, part - len(own)))]
+    items[:] = [*ordered, *others]
 
 
 @pytest.fixture(scope="session")

@@ -326,6 +326,14 @@ def test_a_slow_link_is_predicted_as_its_replay(name: str, corpus: Path, tmp_pat
     assert float(expected.step_seconds) == pytest.approx(again, rel=0.1)
 
 
+def test_of_two_overlaps_the_shorter_one_is_waited_for() -> None:
+    def seconds(*overlap: int) -> float:
+        method = STREAMING | {"overlap_steps": list(overlap), "sync_every_steps": 8, "codec": "fp32"}
+        return float(predict(small_run("diloco_m2", replicas=2, method=method), [(1.0, 2.0)], Links(0.05)).step_seconds)
+
+    assert seconds(5) < seconds(2, 5) == seconds(5, 2) == seconds(2)
+
+
 def _spans(rank: int, steps: list[int]) -> list[Span]:
     """Of a rank that computes a second a step and waits half a second for a message after some."""
     found, now = [], 0.0

@@ -292,7 +292,7 @@ def _with_turns(config: RunConfig, pipeline: Seconds, bits_per_second: Seconds, 
     """
     timeline, stages = Timeline(), list(kinds_of_stage(config))
     parts = {s: turns(config, s) for s in stages}
-    h, tau = config.method.sync_every_steps, max(config.method.overlap_steps)
+    h, tau = config.method.sync_every_steps, min(config.method.overlap_steps)  # who overlaps least is waited for
     sent: dict[int, list[tuple[int, int]]] = {}  # step -> (stage, fragment) whose turn is after it
     for s in stages:
         for index, fragment in enumerate(config.plan(s).fragments):
