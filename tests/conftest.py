@@ -28,7 +28,8 @@ torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Let every worker begin with its share of the longest; reports carry the table of faults' words.
 
-    Each of n workers first has the nth part of the list that is its turn, and whoever is done takes from another's end.
+    pytest-xdist cuts the list into consecutive parts, one for each worker; a worker that is done takes tests from the
+    end of another's part.
     """
     for item in items:
         if (fault := item.get_closest_marker("fault")) is not None:
