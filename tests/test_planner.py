@@ -179,7 +179,10 @@ def test_every_grid_has_its_methods_and_each_is_a_run() -> None:
 
 
 def test_a_projection_is_advised_where_links_between_stages_are_slow() -> None:
-    """Of 256 coordinates 21 cross, in 4 bits and with their scales, where all of them would cross in bf16."""
+    """A projected pipeline sends 21 of 256 coordinates, in 4 bits and with a scale for each block of values.
+
+    A dense pipeline sends all of them in bf16.
+    """
     more = [*ROWS, ("Muon", 1, 1, SIZE, -0.02, 0.01, "ours"), ("projection", 1, 12.8, SIZE, 0.08, 0.01, "ours")]
     known = Penalties(_table(more))
     method = Method(ratio=planner.PROJECTED, muon=True, projection=True)

@@ -172,8 +172,8 @@ def overhead_flops(c: ModelConfig, b: BoundaryConfig, sequences: int, tokens: in
     the stages - 1; "projection" of gradients [D, n], 4DRn, and of weights that AdamW moves out of it as much;
     "watching" the gradients at the last compressed layer, 2BTD^2. An update takes S U and its projection on the
     tangent, and projects weights and AdamW's first moments, 4DRn each (QR, and outer state, are not counted).
-    Re-parametrised, nothing is projected, and an update turns R coordinates, 2R^2 n each. A `projection` compresses and
-    rebuilds, and keeps nothing to anything.
+    Re-parametrised, nothing is projected, and an update turns R coordinates, 2R^2 n each. A boundary that is a
+    `projection` only compresses and rebuilds, as no weights are kept to a subspace.
     """
     D, R, bt = c.dim, b.rank, sequences * tokens
     n = _columns(c, b) + c.vocab_size
