@@ -287,7 +287,7 @@ def test_one_that_has_missed_a_round_comes_to_where_the_others_are(offload: bool
     back = threading.Event()
 
     def one(slot: int) -> ElasticUpdates:
-        net, sync = replica(slot, "diloco", rules=PATIENT, offload_outer=offload)
+        net, sync = replica(slot, "diloco", offload_outer=offload)
         trained(net, sync, until=6)
 
         def one_was_missing() -> bool:
