@@ -57,7 +57,7 @@ def environment(wanted: Mapping[str, str]) -> Iterator[None]:
             os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
-def started_fast(*modules: str) -> BaseContext:
+def process_context(*modules: str) -> BaseContext:
     """Return how processes of Python start: forked by a server that has imported these modules, or anew with GPUs.
 
     torch is seconds of a core to import. The server is started by the first call, with the environment that there is

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -28,7 +28,7 @@ from lowcomm.comm.start import run_threads, world_from_torchrun
 from lowcomm.comm.testbed import Testbed
 from lowcomm.comm.wire import VirtualClock
 from pipelines.ladder.plan import Ladder, write_whole
-from pipelines.launch import environment, started_fast
+from pipelines.launch import environment, process_context
 from pipelines.project import ROOT
 
 
@@ -58,8 +58,9 @@ def command(*words: str) -> None:
 
 
 def _context() -> BaseContext:
+    """Return how the tests' processes start: with an environment that has nothing of pytest's."""
     with environment(clean_environment()):
-        return started_fast("lowcomm.train", "torch._dynamo", "pipelines.ladder.positions", "tests.cases")
+        return process_context("lowcomm.train", "torch._dynamo", "pipelines.ladder.positions", "tests.cases")
 
 
 class Group:
@@ -136,17 +137,12 @@ class ForkingTestbed(Testbed):
     As on any, each node has its own network and its own /sys.
     """
 
-    def start(
-        self, node: int, words: Sequence[str], *, environment: Mapping[str, str] | None = None, **popen: Any
-    ) -> subprocess.Popen:
-        if list(words[:2]) != [sys.executable, "-m"]:
-            return super().start(node, words, environment=environment, **popen)
-        rank, port = popen.pop("rank", None), popen.pop("port", 29500)
-        told = dict(os.environ if environment is None else environment)
-        told |= {} if rank is None else self.ranks_environment(rank, port)
-        child = _Forked(self.names[node], told, words[2:], **popen)
-        self._started.append(child)
-        return child
+    def _begin(
+        self, namespace: str, words: Sequence[str], environment: dict[str, str], **popen: Any
+    ) -> subprocess.Popen | _Forked:
+        if list(words[:2]) == [sys.executable, "-m"]:
+            return _Forked(namespace, environment, words[2:], **popen)
+        return super()._begin(namespace, words, environment, **popen)
 
 
 class _Forked:
@@ -207,7 +203,7 @@ _CLONE_NEWNS, _MS_SLAVE_AND_BELOW = 0x20000, 0x84000
 
 
 def _run_module(namespace: str, words: Sequence[str], new_session: bool) -> None:
-    """What `ip netns exec NAMESPACE python -m WORDS` does."""
+    """Enter a namespace and run a module with its words there, as `ip netns exec NAMESPACE python -m WORDS` does."""
     if new_session:
         os.setsid()
     libc = ctypes.CDLL(None, use_errno=True)

@@ -328,15 +328,16 @@ class Testbed:
         """
         told = dict(os.environ if environment is None else environment)
         if rank is not None:
-            told |= self.ranks_environment(rank, port)
-        child = subprocess.Popen([*_inside(self.names[node]), *words], env=told, **popen)
+            told |= {"RANK": str(rank), "WORLD_SIZE": str(self.nodes), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+            told |= {"MASTER_ADDR": self.address(0), "MASTER_PORT": str(port)}
+        child = self._begin(self.names[node], words, told, **popen)
         self._started.append(child)
         return child
 
-    def ranks_environment(self, rank: int, port: int = 29500) -> dict[str, str]:
-        """Return the variables by which a rank finds the others: one rank per node."""
-        told = {"RANK": str(rank), "WORLD_SIZE": str(self.nodes), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-        return told | {"MASTER_ADDR": self.address(0), "MASTER_PORT": str(port)}
+    def _begin(
+        self, namespace: str, words: Sequence[str], environment: dict[str, str], **popen: object
+    ) -> subprocess.Popen:
+        return subprocess.Popen([*_inside(namespace), *words], env=environment, **popen)
 
 
 # Where the kernel cannot delay packets

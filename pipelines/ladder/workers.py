@@ -26,7 +26,7 @@ from lowcomm.experiment import LAUNCHER_VARIABLE, SAVING_S
 from lowcomm.experiment.run_folder import RunFolder
 from lowcomm.experiment.source import source_digest
 from pipelines.ladder.plan import Point, write_whole
-from pipelines.launch import KEEP_MEMORY, cores, environment, started_fast
+from pipelines.launch import KEEP_MEMORY, cores, environment, process_context
 
 #: Asks for points one after the other, is sent their outcomes, and returns the tasks that can begin when it has ended.
 Task = Generator[Point, dict[str, Any], list[Any]]
@@ -102,7 +102,10 @@ def one_by_one(points: Sequence[Point], workers: Workers) -> None:
 
 
 def _work(pipe: Connection, wanted: dict[str, str]) -> None:
-    """Train what is asked for, until nothing is; send back (outcome, error). wanted: of the environment."""
+    """Train what is asked for, until nothing is; send back (outcome, error).
+
+    The variables of `wanted` are set first: who forks this process has the environment that there was when it began.
+    """
     os.environ |= wanted
     from lowcomm.experiment.stop import requested, stopping_on_signals
 
@@ -133,7 +136,7 @@ class Workers:
         if shutil.which("nvidia-smi"):  # some cores are left for what compiles kernels and for the driver
             count, words = max(1, min(3 * count // 4, MOST_ON_GPU)), words | {"TORCHINDUCTOR_COMPILE_THREADS": "2"}
         with environment(KEEP_MEMORY | words):
-            context = started_fast("lowcomm.experiment.train", "torch._dynamo", "pipelines.ladder.positions")
+            context = process_context("lowcomm.experiment.train", "torch._dynamo", "pipelines.ladder.positions")
             for _ in range(count):
                 ours, theirs = context.Pipe()
                 process = context.Process(target=_work, args=(theirs, words))
