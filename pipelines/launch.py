@@ -20,6 +20,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import zip_longest
 from multiprocessing import forkserver
@@ -38,6 +39,7 @@ from pipelines.project import BUILD, PROJECT, ROOT, data_dir, run_config, run_po
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from multiprocessing.context import BaseContext
+    from multiprocessing.sharedctypes import Synchronized
 
     from lowcomm.experiment.config import RunConfig
 
@@ -305,6 +307,19 @@ def keep_to_core(pid: int, number: int) -> None:
         available = sorted(os.sched_getaffinity(0))
         with contextlib.suppress(ProcessLookupError):  # it has ended already
             os.sched_setaffinity(pid, {available[number % len(available)]})
+
+
+def _keep_to_next_core(taken: Synchronized) -> None:
+    with taken.get_lock():
+        number, taken.value = taken.value, taken.value + 1
+    keep_to_core(0, number)
+
+
+def pool_of_cores() -> ProcessPoolExecutor:
+    """Return a pool of processes that are started anew, one for each core, to which it keeps."""
+    context = multiprocessing.get_context("spawn")
+    taken = context.Value("i", 0)
+    return ProcessPoolExecutor(cores(), mp_context=context, initializer=_keep_to_next_core, initargs=(taken,))
 
 
 def _work(job: Job) -> int:

@@ -212,7 +212,8 @@ class Reach:
     def _digest(self, nodes: list[ast.AST]) -> str:
         """SHA-256 of syntax trees, with the numbers of functions in place of their names."""
         trees = (
-            "".join(self._numbered(piece) if at % 2 else piece for at, piece in enumerate(dumped(node))) for node in nodes
+            "".join(self._numbered(piece) if at % 2 else piece for at, piece in enumerate(dumped(node)))
+            for node in nodes
         )
         return digest("\n".join(trees))
 
