@@ -1,13 +1,13 @@
-"""For the tests and for the notebooks: each worker of pytest-xdist keeps to one core."""
+"""For the tests and for the notebooks: each worker of pytest-xdist keeps to one core, which ranks on threads share."""
 
 from __future__ import annotations
 
 import os
 
+from pipelines.launch import keep_to_core
+
 
 def pytest_configure() -> None:
-    """Ranks on threads wake each other at each message; on one core they do it in half the time of two."""
-    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
-    if worker and hasattr(os, "sched_setaffinity"):
-        cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
+    """Choose the core by the worker's number; without pytest-xdist all cores are used."""
+    if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+        keep_to_core(0, int(worker.removeprefix("gw")))
