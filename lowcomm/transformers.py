@@ -200,8 +200,6 @@ class SyncCallback(transformers.TrainerCallback):
         self._log(state, self.engine.finish())
         for fragment in self.engine.fragments:
             unflatten_into(fragment.agreed, fragment.parameters)
-        for p in self.engine.named.values():
-            p.requires_grad_(True)  # trainable = next_fragment leaves some frozen
 
     # What evaluations see
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import re
@@ -164,18 +165,32 @@ def test_a_killed_loop_resumes_with_a_transfer_in_flight_bit_for_bit() -> None:
         sync.finish()
         return digest(list(model.parameters())), saved
 
-    def resumed(world: lowcomm.World) -> str:
+    def resumed(world: lowcomm.World) -> list[str]:
         model, optimizer, sync = begin(world)
-        state = found[world.replica][1]
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["inner"])
-        sync.load_state_dict(state["sync"])
-        linear_steps(model, optimizer, sync, range(7, 20))
-        sync.finish()
-        return digest(list(model.parameters()))
+        state, ends = found[world.replica][1], []
+        for _ in range(2):  # the state that was loaded is the caller's, and can be loaded again
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(copy.deepcopy(state["inner"]))
+            sync.load_state_dict(state["sync"])
+            linear_steps(model, optimizer, sync, range(7, 20))
+            sync.finish()
+            ends.append(digest(list(model.parameters())))
+        return ends
 
     found = lowcomm.run_threads(uninterrupted, replicas=2)
-    assert lowcomm.run_threads(resumed, replicas=2) == [weights for weights, _ in found]
+    assert lowcomm.run_threads(resumed, replicas=2) == [[weights] * 2 for weights, _ in found]
+
+
+def test_what_was_frozen_for_a_while_is_trained_by_whoever_comes_next() -> None:
+    def work(world: lowcomm.World) -> list[bool]:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        settings = {"trainable": "next_fragment", "fragments": "sequential", "layers_per_fragment": 1}
+        sync = lowcomm.LocalUpdates(model, world, sync_every_steps=4, **settings)
+        frozen = [p.requires_grad for p in model.parameters()]
+        sync.finish()
+        return frozen + [p.requires_grad for p in model.parameters()]
+
+    assert lowcomm.run_threads(work, replicas=1) == [[True, True, False, False] + [True] * 4]
 
 
 def _through_bytes(saved: dict[str, Any]) -> Any:
@@ -246,6 +261,12 @@ def test_slices_of_any_mlp_by_pattern() -> None:
         ({"sync_every": 30}, "no setting of a method is named 'sync_every'; did you mean 'sync_every_steps'"),
         ({"codec": "e3mo"}, "method.codec = 'e3mo' is not a valid choice; did you mean 'e3m4'"),
         ({"outer": "adam"}, "method.outer = 'adam' is not a valid choice"),
+        ({"fragments": "stridded"}, "method.fragments = 'stridded' is not a valid choice; did you mean 'strided'"),
+        ({"trainable": "next_fragments"}, "method.trainable = 'next_fragments' is not a valid choice"),
+        ({"boundary": {"mode": "reparametrized"}}, "method.boundary.mode = 'reparametrized' is not a valid choice"),
+        ({"overlap_steps": 1.5}, "method.overlap_steps = 1.5 must be a list"),
+        ({"sync_every_steps": "often"}, "method.sync_every_steps = 'often' must be a number"),
+        ({"method": lowcomm.MethodConfig("parameters", fragments="stridded")}, "method.fragments = 'stridded' is not"),
         ({"outer_momentum": 1.0}, "method.outer_momentum must be below 1, got 1.0"),
         ({"peers": "group", "outer": "noloco", "outer_pull": 9.0}, r"outer_pull \(gamma\) = 9.0 must be below"),
         ({"overlap_steps": 30}, "method.overlap_steps = 30 must be at least 0 and below sync_every_steps = 30"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -124,6 +125,22 @@ def test_beyond_a_momentum_pairs_drift_apart(replicas: int, expected: float) -> 
         assert spread(bound + 0.1, replicas) > 2
     with pytest.raises(ConfigError, match=r"method.outer_momentum \(gamma\) = 0.9 must be below"):
         Plan({"x": (4,)}, MethodConfig("parameters", **(GOSSIP | PAIRS | {"outer_momentum": 0.9})), replicas)
+
+
+def test_owners_of_a_slice_must_meet_and_come_together() -> None:
+    """A group of as many replicas as slices has one owner of each; of larger ones the owners' numbers count."""
+    sliced = {"trainable": "slice", "sliced": ["up:0"], "slices": 2}
+
+    def plan(replicas: int, **settings: Any) -> Plan:
+        return Plan({"up": (4, 2)}, MethodConfig("parameters", **(GOSSIP | PAIRS | sliced | settings)), replicas)
+
+    for outer in ({}, {"outer": "average", "outer_lr": 1.0, "outer_momentum": 0.0}):
+        with pytest.raises(ConfigError, match=r"method.group_size = 2 must be at least twice method.slices = 2"):
+            plan(8, **outer)
+        plan(8, group_size=4, **outer)
+        plan(2, **outer)
+    with pytest.raises(ConfigError, match=r"below 0.8587: in groups of 2 of 8 the owners of a slice drift apart"):
+        plan(16, group_size=4, outer_momentum=0.9)
 
 
 def test_four_in_pairs_larger_groups_and_everyone_stay_together_at_any_momentum() -> None:

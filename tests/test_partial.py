@@ -25,7 +25,7 @@ from lowcomm.experiment.train import train, train_in_threads
 from lowcomm.experiment.trainer import Trainer
 from lowcomm.methods.local_updates import LocalUpdates
 from lowcomm.methods.outer_state import flatten
-from lowcomm.methods.partial import SlicedLinear, detach_others, pieces, train_slice
+from lowcomm.methods.partial import SlicedLinear, detach_others, pieces, slice_parameters, train_slice
 from lowcomm.methods.routing import random_slice
 from lowcomm.model.accounting import memory, parameter_shapes, parameters, trained_parameters, training_flops
 from lowcomm.model.config import ModelConfig
@@ -548,6 +548,7 @@ def test_layers_of_other_models_are_slices_too() -> None:
         (["*.up_proj.weight"], "method.sliced names '.*up_proj.weight': it must be one of mlp, heads, out, layers"),
         (["*.up_proj.weight:2"], "or PATTERN:DIMENSION with a shell pattern"),
         (["*.upproj.weight:0"], r"method.sliced names '\*.upproj.weight:0', which matches no parameter"),
+        (["mlp"], "method.sliced names 'mlp', which matches no parameter"),
         (["layers"], "method.slices = 3 does not divide model.layers = 4"),
         (["*.up_proj.weight:0"], r"slices = 3 does not divide .*0.mlp.up_proj.weight of shape \(16, 8\) along dim"),
     ],
@@ -555,6 +556,13 @@ def test_layers_of_other_models_are_slices_too() -> None:
 def test_slices_that_names_do_not_give_are_refused(sliced: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         pieces(FOREIGN, sliced, 3, 4)
+
+
+def test_what_cannot_be_cut_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"method.sliced cuts up.bias of shape \(8,\) along dimension 1"):
+        pieces({"up.weight": (4, 8), "up.bias": (8,)}, ["up.*:1"], 2)
+    with pytest.raises(ConfigError, match="method.sliced names 'layers', which matches no parameter"):
+        slice_parameters(torch.nn.Linear(4, 4), 0, ["layers"], 2)
 
 
 def test_sliced_layers_keep_name_and_shape() -> None:

@@ -22,8 +22,8 @@ from lowcomm.experiment.train import train, train_in_threads
 from lowcomm.experiment.trainer import Trainer
 from lowcomm.methods.config import MethodConfig
 from lowcomm.methods.outer_state import flatten
-from lowcomm.methods.plan import Plan, layer_of
-from lowcomm.methods.streaming import Schedule, layer_fragments
+from lowcomm.methods.plan import Plan
+from lowcomm.methods.streaming import Schedule, layer_fragments, layer_of
 from lowcomm.model.accounting import parameter_shapes
 from lowcomm.model.config import stage_layers
 from lowcomm.model.decoder import Decoder

@@ -304,12 +304,14 @@ SHOWN: dict[str, dict[str, str]] = {
     "unlike text": {"text": "unlike"},
 }
 #: Pairs of which the table says another thing, and why: it has 8 replicas, so that a slice has four owners; its NoLoCo
-#: has a pull that is its rate, so that parameters travel; and its momentum rises to what NoLoCo's pull still allows.
+#: has a pull that is its rate, so that parameters travel; its momentum rises to what NoLoCo's pull still allows; and
+#: its GASLoC is over pairs, in which the owners of a slice never meet (here a row with slices has everyone as peers).
 APART = {
     ("median", "half of the MLPs"),
     ("trimmed mean", "half of the MLPs"),
     ("NoLoCo", "half of them compress"),
     ("NoLoCo", "outer momentum by points"),
+    ("GASLoC", "half of the MLPs"),
 }
 
 

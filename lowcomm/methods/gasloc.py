@@ -63,10 +63,13 @@ class GossipMomentum(OuterOptimizer):
 
         Errors of parameters would be errors of all that has been learnt.
         """
-        if method.peers == "group" and method.outer_momentum >= (bound := momentum_bound(method.group_size, replicas)):
+        size, count = method.group_size // method.slices, replicas // method.slices  # of those who train a slice
+        bound = momentum_bound(size, count) if method.peers == "group" and size < count else math.inf
+        if method.outer_momentum >= bound:
+            who = "owners of a slice" if method.slices > 1 else "replicas"
             raise ConfigError(
                 f"method.outer_momentum (gamma) = {method.outer_momentum} must be below {bound:.4g}: in groups of"
-                f" {method.group_size} of {replicas} the replicas drift apart (gasloc.momentum_bound)"
+                f" {size} of {count} the {who} drift apart (gasloc.momentum_bound)"
             )
         if not make_codec(method.codec, method.codec_keep, where="method.codec").lossless:
             raise ConfigError(

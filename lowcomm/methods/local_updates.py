@@ -68,7 +68,7 @@ from lowcomm.methods.outer import OuterOptimizer
 from lowcomm.methods.outer_state import OuterState, flatten, unflatten_into
 from lowcomm.methods.partial import Piece
 from lowcomm.methods.plan import OUTER, SLOW_WEIGHTS, Plan
-from lowcomm.settings import ConfigError, nearest
+from lowcomm.settings import ConfigError, build, nearest
 
 
 def pairwise_cosine(vectors: list[Tensor]) -> float:
@@ -298,7 +298,7 @@ class FragmentState:
         self.put_outer_state(state)
         for name in ("under_way", "peers"):
             there = state.get(name)
-            setattr(self, name, None if there is None else world.done(there.to(world.device)))
+            setattr(self, name, None if there is None else world.done(there.to(world.device, copy=True)))
         self.due, self.turns = int(state["due"]), int(state["turns"])
 
 
@@ -420,7 +420,10 @@ class LocalUpdates(Engine):
         return logged
 
     def finish(self) -> dict[str, float]:
-        """Apply what is under way; with `close_last_round`, exchange what has trained since its last turn."""
+        """Apply what is under way; with `close_last_round`, exchange what has trained since its last turn.
+
+        Parameters that were frozen for a while (`trainable = next_fragment`) want a gradient again afterwards.
+        """
         logged: dict[str, float] = {}
         for index, fragment in enumerate(self.fragments):
             if fragment.under_way is not None:
@@ -430,6 +433,9 @@ class LocalUpdates(Engine):
             self._send(index, logged)
         for index in left:
             self._apply(index)
+        if self.method.trainable == "next_fragment":
+            for parameter in self.named.values():
+                parameter.requires_grad_(True)
         return logged
 
     def _prepare(self) -> None:
@@ -561,14 +567,18 @@ def of_fragment(state: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
 
 
 def with_settings(method: MethodConfig, settings: Mapping[str, Any]) -> MethodConfig:
-    """A method with some fields replaced. Raises ConfigError for an unknown one; a single tau may be a number."""
+    """A method with some fields replaced; where a list belongs, a single value may stand.
+
+    Raises ConfigError for a field that there is not, or a value that is not of its kind.
+    """
     fields = {f.name for f in dataclasses.fields(method)}
     for name in settings:
         if name not in fields:
             raise ConfigError(f"no setting of a method is named {name!r}{nearest(name, fields)}")
-    found = dict(settings)
-    for name in ("overlap_steps", "sliced", "fragment_patterns", "outer_lr_shape", "outer_momentum_points"):
-        if name in found:
-            value = found[name]
-            found[name] = (value,) if isinstance(value, int | str) else tuple(value)
-    return dataclasses.replace(method, **found)
+    found = dataclasses.asdict(method) | dict(settings)
+    for name, value in found.items():
+        if dataclasses.is_dataclass(value):
+            found[name] = dataclasses.asdict(value)
+        elif isinstance(getattr(method, name), tuple) and isinstance(value, int | str):
+            found[name] = (value,)
+    return build(MethodConfig, found, "method")

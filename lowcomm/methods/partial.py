@@ -36,6 +36,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lowcomm.methods.streaming import layer_of
 from lowcomm.model.decoder import MLP, Decoder, recomputing
 from lowcomm.settings import ConfigError
 
@@ -99,22 +100,25 @@ def dimensions(sliced: Sequence[str], names: Iterable[str]) -> dict[str, int]:
             matched = {n: int(dim) for n in names if fnmatch.fnmatchcase(n, pattern)}
         else:
             matched = {n: d for n in names for end, d in ends.items() if n.endswith(end)}
-        if colon and not matched:
+        if not matched:
             raise ConfigError(f"method.sliced names {entry!r}, which matches no parameter")
         found |= matched
     return found
 
 
-def pieces(shapes: Mapping[str, Sequence[int]], sliced: Sequence[str], slices: int, layers: int) -> list[Piece]:
+def pieces(
+    shapes: Mapping[str, Sequence[int]], sliced: Sequence[str], slices: int, layers: int | None = None
+) -> list[Piece]:
     """The parts of all parameters of a model (or of a stage of one), in the order of its parameters.
 
     Args:
         shapes: of the parameters, by name.
         sliced, slices: as in `MethodConfig`.
-        layers: of the whole model; only for sliced = layers.
+        layers: of the whole model, where `shapes` are a stage's; only for sliced = layers.
 
-    Raises ConfigError where slices would be unequal.
+    Raises ConfigError where slices would be unequal, or an entry of `sliced` matches nothing that can be cut.
     """
+    layers = layers or max(layer_of(shapes).values(), default=0) + 1
     return list(_pieces(tuple((name, tuple(shape)) for name, shape in shapes.items()), tuple(sliced), slices, layers))
 
 
@@ -123,10 +127,14 @@ def _pieces(
     shapes: tuple[tuple[str, tuple[int, ...]], ...], sliced: tuple[str, ...], slices: int, layers: int
 ) -> list[Piece]:
     found, cut = [], dimensions(sliced, [name for name, _ in shapes])
+    if "layers" in sliced and not any(_MLP_OF_LAYER.search(name) for name, _ in shapes):
+        raise ConfigError("method.sliced names 'layers', which matches no parameter: none is of a layer's `mlp`")
     if "layers" in sliced and layers % slices:
         raise ConfigError(f"method.slices = {slices} does not divide model.layers = {layers}")
     for name, shape in shapes:
         if (dim := cut.get(name)) is not None:
+            if dim >= len(shape):
+                raise ConfigError(f"method.sliced cuts {name} of shape {shape} along dimension {dim}, which it has not")
             size, rest = divmod(shape[dim], slices)
             if rest:
                 raise ConfigError(
@@ -251,13 +259,12 @@ def slice_parameters(model: nn.Module, replica: int, sliced: Sequence[str], slic
 
     replica: its number (`World.replica`, or a slot); replica k trains slice k mod `slices`. sliced: "PATTERN:DIMENSION"
     for each sort of linear layer, e.g. ["*.up_proj.weight:0", "*.down_proj.weight:1"], or the parts of a `Decoder`
-    ("mlp"). Returns what is trained, by the names of the parameters: give it to the inner
-    optimizer, and the same `sliced` and `slices`, with trainable="slice", to `LocalUpdates`. The model must be on its
-    device already. Raises ConfigError where something does not divide or match.
+    ("mlp"). Returns what is trained, by the names of the parameters: give it to the inner optimizer, and the same
+    `sliced` and `slices`, with trainable="slice", to `LocalUpdates`. The model must be on its device already. Raises
+    ConfigError where something does not divide, or where an entry of `sliced` matches nothing.
     """
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    layers = getattr(getattr(model, "config", None), "layers", 1)
-    return train_slice(model, pieces(shapes, sliced, slices, layers), replica % slices)
+    return train_slice(model, pieces(shapes, sliced, slices), replica % slices)
 
 
 def detach_others(model: Decoder, kept: Sequence[int], slices: int) -> None:

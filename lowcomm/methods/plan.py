@@ -15,8 +15,6 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import itertools
-import re
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -33,8 +31,8 @@ from lowcomm.methods.outer import OuterOptimizer
 from lowcomm.methods.partial import Piece, pieces
 from lowcomm.methods.peers import Peers
 from lowcomm.methods.schedule import Points
-from lowcomm.methods.streaming import Schedule, balanced, layer_fragments
-from lowcomm.settings import ConfigError, check_bounds
+from lowcomm.methods.streaming import Schedule, balanced, layer_fragments, layer_of
+from lowcomm.settings import ConfigError, build, check_bounds
 
 #: What the bytes of an exchange are billed as: the outer gradients' mean, and NoLoCo's slow weights ahead of it.
 OUTER, SLOW_WEIGHTS = "outer", "slow weights"
@@ -72,6 +70,7 @@ class Turn:
 
 def check_method(method: MethodConfig, replicas: int) -> None:
     """Raise ConfigError where the settings of a method do not go together, whatever the model."""
+    build(MethodConfig, dataclasses.asdict(method), "method")  # each value is of its kind
     check_bounds("method", method)
     defaults = MethodConfig(method.exchange)
     check_settings(Peers, method.peers, "method.peers", method, defaults)
@@ -79,10 +78,10 @@ def check_method(method: MethodConfig, replicas: int) -> None:
     check_settings(Mean, method.mean, "method.mean", method, defaults)
     choose(Basis, method.basis, "method.basis")
     choose(Peers, method.peers, "method.peers").check(method, replicas)
-    _check_outer(method, replicas)
-    _check_messages(method, defaults, replicas)
     _check_fragments(method, defaults)
     _check_slices(method, defaults, replicas)
+    _check_outer(method, replicas)
+    _check_messages(method, defaults, replicas)
     if len(method.overlap_steps) not in (1, replicas):
         raise ConfigError(
             f"method.overlap_steps = {list(method.overlap_steps)} must hold one value, or one for each of"
@@ -182,6 +181,13 @@ def _check_slices(method: MethodConfig, defaults: MethodConfig, replicas: int) -
         raise ConfigError(f"method.sliced = {list(sliced)} must name what is sliced, once: mlp or layers, heads, out")
     if replicas % method.slices:
         raise ConfigError(f"method.slices = {method.slices} does not divide replicas = {replicas}")
+    in_groups = "group_size" in choose(Peers, method.peers, "method.peers").settings
+    sends_parameters = choose(OuterOptimizer, method.outer, "method.outer").of(method).sends_parameters
+    if in_groups and sends_parameters and method.slices == method.group_size < replicas:
+        raise ConfigError(
+            f"method.group_size = {method.group_size} must be at least twice method.slices = {method.slices} with"
+            f" method.outer = {method.outer}, of which parameters travel: else owners of a slice never meet"
+        )
     if method.input_gradients != "all" and "mlp" not in sliced:
         raise ConfigError(f"method.input_gradients = {method.input_gradients} needs mlp in method.sliced")
     if method.input_gradients != "all" and method.slices == 1:
@@ -224,7 +230,7 @@ class Plan:
         if not self.mean.by_coordinate:
             self.codec = in_one_piece(self.codec)
         self.fp32 = make_codec("fp32")
-        found = pieces(shapes, method.sliced, method.slices, layers or _layer_count(shapes))
+        found = pieces(shapes, method.sliced, method.slices, layers)
         groups = _groups(found, method)
         h, count = method.sync_every_steps, len(groups)
         if count > h:
@@ -346,29 +352,6 @@ class Plan:
                 for purpose, nbytes in self.sent_bytes(fragment, turn, replica).items():
                     found[purpose] += nbytes
         return found
-
-
-_NUMBERED = re.compile(r"^(?:(.*?)\.)?(\d+)\.")
-
-
-def layer_of(shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
-    """The layer that each parameter belongs to, by name; parameters of no layer are left out.
-
-    Layers are the members of the module list (or any numbered container: "model.layers.3.mlp.up.weight") that holds
-    most values, numbered as their names are.
-    """
-    places = {name: found.groups() for name in shapes if (found := _NUMBERED.match(name))}
-    held: dict[str | None, int] = defaultdict(int)
-    for name, (container, _) in places.items():
-        held[container] += Piece(name, tuple(shapes[name])).numel
-    if not held:
-        return {}
-    largest = max(held, key=held.__getitem__)
-    return {name: int(number) for name, (container, number) in places.items() if container == largest}
-
-
-def _layer_count(shapes: Mapping[str, Sequence[int]]) -> int:
-    return max(layer_of(shapes).values(), default=0) + 1
 
 
 #: What the last fragment is of, by the kind of fragments.

@@ -24,11 +24,32 @@ Which parameters are a fragment's, and what it sends, says `plan.Plan`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 Pattern = Literal["sequential", "strided"]
+
+_NUMBERED = re.compile(r"^(?:(.*?)\.)?(\d+)\.")
+
+
+def layer_of(shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    """The layer that each parameter belongs to, by name; parameters of no layer are left out.
+
+    Layers are the members of the module list (or any numbered container: "model.layers.3.mlp.up.weight") that holds
+    most values, numbered as their names are.
+    """
+    places = {name: found.groups() for name in shapes if (found := _NUMBERED.match(name))}
+    held: dict[str | None, int] = defaultdict(int)
+    for name, (container, _) in places.items():
+        held[container] += math.prod(shapes[name])
+    if not held:
+        return {}
+    largest = max(held, key=held.__getitem__)
+    return {name: int(number) for name, (container, number) in places.items() if container == largest}
 
 
 def layer_fragments(layers: int, layers_per_fragment: int, pattern: Pattern) -> tuple[tuple[int, ...], ...]:
