@@ -293,6 +293,25 @@ def test_ranks_of_one_start_find_each_other_and_say_who_is_missing() -> None:
         processes._of_this_start(dist.HashStore(), 1, 3, 0.5)
 
 
+def test_processes_that_torchrun_starts_side_by_side_are_stages_of_one_replica() -> None:
+    """What a grid has in columns, torchrun has in rows; all are told where they do not agree on the grid."""
+    store = dist.HashStore()
+    places = in_threads(*(lambda i=i: processes._place(store, i, 6, 2) for i in range(6)))
+    assert places == [0, 3, 1, 4, 2, 5]
+    stage_and_replica = [divmod(place, 3) for place in places]
+    assert stage_and_replica == [(stage, replica) for replica in range(3) for stage in range(2)]
+    store = dist.HashStore()
+    told = in_threads(*(lambda i=i: raised(processes._place, store, i, 4, (2, 2, 1, 1)[i]) for i in range(4)))
+    assert told == ["ranks were started differently: 2 stages on rank 0, 1 on rank 2"] * 4
+
+
+def raised(ask: Callable[..., object], *args: object) -> str:
+    """What a ConfigError says."""
+    with pytest.raises(ConfigError) as error:
+        ask(*args)
+    return str(error.value)
+
+
 def test_the_first_machine_finds_its_interface_though_its_own_name_is_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Debian gives a machine's own name the address 127.0.1.1."""
     there = [(name, a) for name, addresses in psutil.net_if_addrs().items() for a in addresses]

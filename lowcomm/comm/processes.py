@@ -129,6 +129,21 @@ def _of_this_start(store: dist.Store, rank: int, size: int, timeout_s: float) ->
     raise CommError(f"of {size} ranks only {there} have started in {timeout_s:g} s")
 
 
+def _place(store: dist.Store, started_as: int, size: int, stages: int) -> int:
+    """The rank, in the World's grid, of the process that torchrun has given a number.
+
+    Raises ConfigError on every rank where they were started with unlike numbers of stages.
+    """
+    store.set(f"stages/{started_as}", str(stages))
+    told = [int(number) for number in store.multi_get([f"stages/{i}" for i in range(size)])]
+    if other := next((i for i, number in enumerate(told) if number != told[0]), None):
+        raise ConfigError(f"ranks were started differently: {told[0]} stages on rank 0, {told[other]} on rank {other}")
+    if size % stages:
+        return started_as  # which the World refuses
+    replica, stage = divmod(started_as, stages)
+    return stage * (size // stages) + replica
+
+
 def _bytes_of(x: Tensor) -> Tensor:
     return x.view(-1).view(torch.uint8)
 
@@ -145,11 +160,14 @@ class ProcessTransport:
 
     With gloo a tensor on a GPU is staged through the CPU, so several ranks may share one GPU. So are messages and what
     groups do, with NCCL too: it carries out what a rank asks of it in one order, and theirs differs from rank to rank.
+
+    torchrun numbers the processes of a machine one after the other. With `stages` these are the stages of one replica,
+    and then those of the next, as activations cross between stages at each step: what is slow lies between replicas.
     """
 
     in_one_process = False
 
-    def __init__(self, backend: str, timeout_s: float):
+    def __init__(self, backend: str, timeout_s: float, stages: int = 1):
         missing = [k for k in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if k not in os.environ]
         if missing:
             raise CommError(f"not under torchrun: {', '.join(missing)} not set")
@@ -167,12 +185,13 @@ class ProcessTransport:
             name = _interface_towards(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
             os.environ |= {"GLOO_SOCKET_IFNAME": name} if name else {}
         try:
-            store, self.rank, self.size = next(iter(dist.rendezvous("env://", timeout=self.timeout)))
+            store, started_as, self.size = next(iter(dist.rendezvous("env://", timeout=self.timeout)))
         except RuntimeError as error:
             where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             raise CommError(f"the ranks' store at {where} cannot be had: {str(error).splitlines()[0]}") from None
         store.set_timeout(self.timeout)
-        store = _of_this_start(store, self.rank, self.size, timeout_s)
+        store = _of_this_start(store, started_as, self.size, timeout_s)
+        self.rank = _place(store, started_as, self.size, stages)
         # Of a connection of its own: notes are read while other calls block.
         self._notes = Notes(store.clone(), min(timeout_s, _ANSWERED_WITHIN_S))
         if self.uses_nccl:

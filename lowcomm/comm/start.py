@@ -107,7 +107,7 @@ def world_from_torchrun(
             " use comm.clock = virtual, or no link"
         )
     torch.set_num_threads(1)
-    transport = transport or ProcessTransport(comm.backend, comm.timeout_s)
+    transport = transport or ProcessTransport(comm.backend, comm.timeout_s, stages)
     device = torch.device("cuda", torch.cuda.current_device()) if transport.uses_nccl else default_device()
     return World(transport, replicas=replicas, stages=stages, comm=comm, device=device)
 

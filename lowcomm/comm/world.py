@@ -4,7 +4,8 @@ Training code is the same on every rank and is handed a World. Ranks form a grid
 `arange(ranks).view(stages, replicas)`; a verb names an axis of it ("replica", "stage" or
 "world"), its purpose, and bills the bytes it sends. Each verb has an asynchronous form: threads of the
 axis carry it out in order (`axis`) while the caller computes. "route" is the axis of messages between any two
-ranks: what a pipeline sends whose replicas change partners. Each axis has a link of its own.
+ranks: what a pipeline sends whose replicas change partners. Each axis has a link of its own. Which of torchrun's
+processes has which rank, `processes.ProcessTransport` says.
 
     mean, sum        every rank gets the reduction; the bytes of a ring, in rank order
     encoded_mean     the same of values in a codec's encoding
