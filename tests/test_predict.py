@@ -104,10 +104,15 @@ def test_slow_replicas_are_waited_for_where_gradients_travel_and_weigh_less_wher
     plain, uneven = (predict(local, [(1.0, 2.0)], links, speeds=s) for s in (None, speeds))
     assert (plain.trained, uneven.trained) == (1.0, 2.75 / 4)
     assert uneven.step_seconds == plain.step_seconds
+    assert uneven.utilisation == plain.utilisation
+    each_step = dataclasses.replace(local, method=dataclasses.replace(local.method, sync_every_steps=1))
+    at_least_one = predict(each_step, [(1.0, 2.0)], links, speeds=speeds)  # and the others wait for it
+    assert at_least_one.trained == 1.0
+    assert float(at_least_one.step_seconds) == pytest.approx(4 * float(plain.step_seconds), rel=1e-3)
     plain, uneven = (predict(gradients, [(1.0, 2.0)], links, speeds=s) for s in (None, speeds))
     assert uneven.trained == 1.0
     assert float(uneven.step_seconds) == pytest.approx(4 * float(plain.step_seconds), rel=1e-3)
-    assert float(uneven.utilisation) == pytest.approx(0.25 / (2.75 / 4), rel=1e-3)
+    assert float(uneven.utilisation) == pytest.approx((0.25 + 0.25 + 0.5 + 1) / 4, rel=1e-3)
     with pytest.raises(ValueError, match=r"speeds must be 4, above 0 and at most 1, got \[1.0\]"):
         predict(local, [(1.0, 2.0)], links, speeds=[1.0])
 

@@ -416,7 +416,10 @@ def model_of(asked: str, seq_len: int = 0) -> ModelConfig:
         model = PRESETS[asked]
     elif "=" in asked:
         entries = [entry.partition("=") for entry in asked.split(",")]
-        model = build(ModelConfig, {key.strip(): yaml.safe_load(value) for key, _, value in entries}, "model")
+        try:
+            model = build(ModelConfig, {key.strip(): yaml.safe_load(value) for key, _, value in entries}, "model")
+        except yaml.YAMLError as error:
+            raise ConfigError(f"--model {asked!r} is no list of KEY=VALUE: {str(error).splitlines()[0]}") from None
     elif (path := Path(asked)).exists():
         from lowcomm.model.huggingface import read_config  # with torch, which the rest does without
 
@@ -499,10 +502,13 @@ def command(row: Any, cluster: Cluster) -> str:
 
     Where machines are not equally fast and the row is of local updates, each has a slot of its own.
     """
-    if cluster.slow and row.sync_every_steps and row.stages == 1 and cluster.per_box == 1:
+    if cluster.slow and row.sync_every_steps and row.stages == 1:
+        gpu = "CUDA_VISIBLE_DEVICES=K " if cluster.per_box > 1 else ""
+        where = f"and K from 0 to {cluster.per_box - 1} in each box" if gpu else "on each"
         return (
-            "lowcomm store 29400     # on one that stays\n"
-            f"lowcomm train planned --store THAT-MACHINE:29400 --slot N     # N from 0 to {row.replicas - 1}, on each"
+            "lowcomm store 29400     # on a machine that stays\n"
+            f"{gpu}lowcomm train planned --store THAT-MACHINE:29400 --slot N"
+            f"     # N from 0 to {row.replicas - 1}, {where}"
         )
     boxes = cluster.nodes // cluster.per_box
     where = "--rdzv-backend c10d --rdzv-endpoint FIRST-MACHINE:29500" if boxes > 1 else "--standalone"

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -184,8 +185,8 @@ def sent_per_step(config: RunConfig) -> tuple[float, float]:
 class Prediction:
     """The time of one inner step, its share of exchanges included; arrays where the rate was one.
 
-    step_seconds: from one step to the next. utilisation: share of it that a machine computes, mean over machines.
-    trained: which share of a step's global batch is trained on in it.
+    step_seconds: from one step to the next. utilisation: share of it that a machine computes, mean over machines, fast
+    and slow ones alike. trained: which share of a step's global batch is trained on in it.
     """
 
     step_seconds: NDArray[np.float64]
@@ -205,7 +206,8 @@ def predict(
     compute: seconds (forward, backward) of a micro-batch at each stage, e.g. `stage_flops` over a machine's FLOP/s.
     links: between replicas; and between the stages of one, unless `within` has others.
     speeds: of each replica, as a share of that. All wait for the slowest, but where whole models train by local
-    updates: there each takes as many inner steps of a round as leave nobody waiting (`lowcomm.methods.elastic`).
+    updates: there each takes as many inner steps from one turn of a fragment to the next as leave nobody waiting, and
+    one or more (`lowcomm.methods.elastic`).
 
     Raises ValueError for sharded models, whose traffic is FSDP2's own, and for speeds that are not one for each
     replica, above 0 and at most 1.
@@ -213,12 +215,15 @@ def predict(
     if speeds is not None:
         if len(speeds) != config.replicas or not all(0 < speed <= 1 for speed in speeds):
             raise ValueError(f"speeds must be {config.replicas}, above 0 and at most 1, got {list(speeds)}")
-        slowest, mean = min(speeds), sum(speeds) / len(speeds)
+        apart, taken = 1, [1] * config.replicas
         if config.exchanges_parameters and config.stages == 1:
-            found = predict(config, compute, links, within)
-            return Prediction(found.step_seconds, found.utilisation, mean)
-        found = predict(config, [(f / slowest, b / slowest) for f, b in compute], links, within)
-        return Prediction(found.step_seconds, found.utilisation * slowest / mean)
+            apart = config.method.sync_every_steps // len(turns(config, 0))
+            taken = [max(1, math.ceil(speed * apart - 1e-9)) for speed in speeds]
+        busy = [steps / (speed * apart) for steps, speed in zip(taken, speeds, strict=True)]
+        longest = max(busy)  # of what a fast machine computes in as many steps
+        found = predict(config, [(f * longest, b * longest) for f, b in compute], links, within)
+        computes = found.utilisation * (sum(busy) / len(busy) / longest)
+        return Prediction(found.step_seconds, computes, sum(taken) / (apart * len(taken)))
     m, t, stages = config.method, config.train, config.stages
     if m.exchange == "fsdp":
         raise ValueError("what FSDP2 sends is not predicted: method.exchange = fsdp")

@@ -83,7 +83,7 @@ class Exchange:
     """The exchanges of a method. Layers in no fragment are never sent; a fragment may be empty (the embedding).
 
     `bits_per_parameter` is what a ring moves of each parameter, in both of its phases. With a `codec`, what `World`
-    sends is counted instead: encoded values gathered or reduced in shares (`accounting.encoded_mean_bytes`). For two
+    sends is counted instead: encoded values gathered or reduced in shares (`comm.shares.encoded_mean_bytes`). For two
     replicas both are the same; more send more than a ring would.
     """
 

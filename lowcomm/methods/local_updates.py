@@ -551,7 +551,11 @@ class LocalUpdates(Engine):
         self._prepare()
 
     def sent_bytes(self, steps: int) -> dict[str, int]:
-        """Return the bytes of the plan."""
+        """Return the bytes that this replica sends in a run of so many steps, by purpose, in closed form.
+
+        Where the engine was not told its `steps`, NoLoCo sends slow weights ahead after the last turn too, for a turn
+        that does not come; these are not counted here.
+        """
         return self.plan.total_bytes(steps, self.world.replica)
 
 
