@@ -97,7 +97,7 @@ def test_slow_machines_keep_gradients_and_pipelines_waiting_and_not_local_update
     assert not alone.all()
     even = longer.method.str.fullmatch(r"every \d+0 steps")  # half of a round is a whole number of steps
     np.testing.assert_allclose(longer[alone & even].days, 8 / (6 + 2 * 0.5), rtol=1e-6)
-    assert longer[alone & ~even].days.between(1.1428, 1.25).all()  # a slow one takes the next whole number of a turn's
+    assert longer[alone & ~even].days.between(1.1428, 1.3).all()  # a slow one takes the next whole number of a turn's
     assert longer[~alone].days.between(1.95, 2).all()  # messages take as long as they did
     cluster = dataclasses.replace(_cluster(1e9), slow=3, slow_speed=0.5)
     rows = {(row.stages, row.method): row for row in plan(cluster, JOB, PENALTIES).itertuples()}
