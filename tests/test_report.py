@@ -46,9 +46,9 @@ def test_pairs_are_of_one_seed_whatever_their_order() -> None:
 
 def test_a_difference_has_the_interval_of_its_pairs() -> None:
     c = compared(a=[2.0, 3.0], b=[2.2, 3.3], c=[2.2, 3.6])
-    assert c.difference("b", "a") == "+0.250 ± 0.000"
+    assert c.difference("b", "a") == "+0.250 (0.250 to 0.250)"
     half = 12.706 * (math.log(1.2) - math.log(1.1)) / 2 * 2.5
-    assert c.difference("c", "a") == f"+0.400 ± {half:.3f}"
+    assert c.difference("c", "a") == f"+0.400 ({0.4 - half:.3f} to {0.4 + half:.3f})"
     assert compared(a=[2.0], b=[2.5]).difference("b", "a") == "+0.500"
 
 
@@ -62,7 +62,8 @@ def test_a_difference_is_of_the_seeds_that_both_have() -> None:
     assert c.mean_difference("low", "high") == -c.mean_difference("high", "low")
     pairs = c.pairs("high", "low")
     half = 4.30265 * pairs.deviation / math.sqrt(3) * 2.5
-    assert c.difference("high", "low") == f"{(0.058 + 0.093 + 0.075) / 3:+.3f} ± {half:.3f}"
+    mean = (0.058 + 0.093 + 0.075) / 3
+    assert c.difference("high", "low") == f"{mean:+.3f} ({mean - half:.3f} to {mean + half:.3f})"
     assert math.exp(pairs.mean) == pytest.approx(1.03, abs=1e-5)  # what the percentage says of the same pairs
     with pytest.raises(ValueError, match="no seed is of both sides"):
         Comparison({"a": [summary(1.0, 0)], "b": [summary(1.0, 1)]}).difference("a", "b")
