@@ -9,7 +9,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from pipelines.index import judged, page
+from pipelines.index import index, judged, page
 from pipelines.report import Comparison, loss_below, read_claims, regime_of, told, write
 from pipelines.verdicts import BORNE_OUT, NOT_BORNE_OUT, NOT_RESOLVED, Claim, Regime, fact, judge
 
@@ -157,6 +157,16 @@ def test_claims_are_judged_with_all_of_their_paper(tmp_path: Path) -> None:
     assert "Called borne out if it is lower. (p = " in text
     write(pd.DataFrame({"x": [1]}), tmp_path / "two", title="Of x")
     assert read_claims(tables[1]) == []
+
+
+def test_what_training_runs_bear_out_is_counted_apart_from_closed_forms() -> None:
+    c = compared(a=[1.0, 1.41, 1.9], b=[1.03, 1.45, 1.96])
+    of_runs, closed = Claim("a beats b", "1.0", c.lower("a", "b")), Claim("it sends less", "1/30", fact(True))
+    claims = [(of_runs, BORNE_OUT), (closed, BORNE_OUT), (closed, BORNE_OUT), (of_runs, NOT_RESOLVED)]
+    text = index({("laptop", "noloco"): {Path("results/laptop/noloco/training/table2.md"): claims}})
+    assert "| claims | borne out | of these, from training runs | borne out in direction only | not borne out |" in text
+    assert "| NoLoCo (arXiv:2506.10911) | 3 | 1 | 0 | 0 | 1 | 0 |" in text
+    assert "Of the 3 claims that are borne out, training runs bear out 1; the others are closed forms" in text
 
 
 def test_a_claim_is_told_with_its_outcome() -> None:
