@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import platform
 import signal
@@ -224,6 +225,17 @@ def told(p: dict[str, Any]) -> str:
         f"{p['method']:14} to {p['target']:.4f}: {p['calm_s']:6.1f} s undisturbed, {p['killed_s']:6.1f} s under"
         f" {len(p['killed']['faults'])} kills: {p['killed_s'] / p['calm_s']:.2f} times"
     )
+
+
+def clock_apart(p: dict[str, Any]) -> float:
+    """Return by which share a point's two runs, which do the same until the first kill, are apart by the clock there.
+
+    It is that of their last evaluation before it; NaN where there is none.
+    """
+    calm = {step: at for step, at, _ in p["calm"]["curve"]}
+    first = min(fault["at"] for fault in p["killed"]["faults"])
+    before = [at / calm[step] - 1 for step, at, _ in p["killed"]["curve"] if at < first and step in calm]
+    return before[-1] if before else math.nan
 
 
 def points(results: Path = RESULTS) -> list[dict[str, Any]]:

@@ -179,10 +179,10 @@ class Comparison:
         return self._common_mean(a, b) - self._common_mean(b, a)
 
     def difference(self, a: Any, b: Any) -> str:
-        """'+0.123 ± 0.045': `mean_difference`, and the 95 % interval of its pairs; '+0.123' for one seed."""
-        pairs = self.pairs(a, b)
+        """'+0.123 (0.078 to 0.168)': `mean_difference`, and the 95 % interval of its pairs; '+0.123' for one seed."""
+        pairs, likely = self.pairs(a, b), self.mean_difference(a, b)
         half = (pairs.interval()[1] - pairs.mean) * self._common_mean(b, a)
-        return f"{self.mean_difference(a, b):+.3f}" + ("" if math.isnan(half) else f" ± {half:.3f}")
+        return f"{likely:+.3f}" + ("" if math.isnan(half) else f" ({likely - half:.3f} to {likely + half:.3f})")
 
     def over(self, a: Any, b: Any, digits: int = 1) -> str:
         """'+0.4 (0.2 to 0.6) %': how far the loss of `a` is above that of `b`, pair by pair; '+0.4 %' for one seed."""

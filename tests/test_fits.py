@@ -18,11 +18,14 @@ from pipelines.ladder.fits import (
     Cell,
     Fit,
     fit_row,
+    gap_rows,
     loss_at,
     predict,
     published_gaps,
+    read_cells,
     register,
     several,
+    shared_variance,
 )
 from pipelines.ladder.margins import judged_margins
 from pipelines.ladder.penalties import COMPOSED, composed_rows
@@ -135,6 +138,33 @@ def test_a_band_is_of_the_sizes_that_have_several_seeds() -> None:
     assert several([*some, dataclasses.replace(some[0], row="other")]) == several(some)
 
 
+def test_a_gap_stands_beside_that_of_the_seeds_which_tuning_did_not_see(three_rungs: Ladder) -> None:
+    """Rounds are those of a claim's regime (12 steps, H = 4), and empty of what exchanges no parameters."""
+    plant(three_rungs, "a", 0.05)
+    (cell,) = (cell for cell in read_cells(three_rungs) if cell.row == "averaging")
+    (row,) = gap_rows([cell])
+    assert list(row)[-1] == "gap_without_seed_0_pct"
+    assert row["gap_pct"] == pytest.approx(cell.pairs.percent()[0], rel=1e-12)
+    assert row["gap_without_seed_0_pct"] == pytest.approx(100 * math.expm1(sum(cell.gaps[1:]) / 2))
+    assert row["rounds"] == cell.regime.rounds == 3
+    (alone,) = gap_rows([dataclasses.replace(cell, losses={0: 4.1}, rounds=math.inf)])
+    assert math.isnan(alone["gap_without_seed_0_pct"])
+    assert math.isnan(alone["rounds"])
+
+
+def test_the_variance_that_all_rows_share_is_that_of_what_they_are_held_against() -> None:
+    def rows(of_base: float, own: float) -> list[Cell]:
+        rng = np.random.default_rng(0)
+        base = {seed: 3 * math.exp(rng.normal(0, of_base)) for seed in range(50)}
+        losses = [{seed: 3 * math.exp(rng.normal(0, own)) for seed in range(50)} for _ in range(4)]
+        return [Cell(f"{i}", "a", 2, 1000, 20.0, 100, 512, some, base) for i, some in enumerate(losses)]
+
+    assert shared_variance(rows(0.03, 0.01)) == pytest.approx(0.9, abs=0.05)
+    assert shared_variance(rows(0.0, 0.01)) < 0.1
+    assert math.isnan(shared_variance(rows(0.03, 0.01)[:1]))
+    assert math.isnan(shared_variance([]))
+
+
 def test_gaps_of_papers_are_those_that_they_print() -> None:
     found = {(r["method"], r["told"], r["parameters"]): r["gap_pct"] for r in published_gaps()}
     assert found["diloco", "scaling laws, M=2", 35e6] == pytest.approx(100 * (3.508 / 3.485 - 1))
@@ -171,7 +201,7 @@ def test_margins_named_beforehand_are_judged_where_there_are_seeds() -> None:
     assert outcomes["streaming/h30", "0.33M"] == BORNE_OUT
     assert outcomes["streaming/h30", "1.05M"] == NOT_BORNE_OUT  # within 1.5 %, but from there on it is 1
     assert outcomes["diloco/m2", "0.33M"] == NOT_BORNE_OUT
-    assert outcomes["diloco/m2", "1.05M"] == f"{OUTSIDE} (1 of 2 seeds)"
+    assert outcomes["diloco/m2", "1.05M"] == f"{OUTSIDE} (1 of 3 seeds)"
     assert outcomes["noloco/m4", "0.33M"] == NOT_RESOLVED
     assert outcomes["noloco/m4", "1.05M"] == outcomes["diloco/m1", "0.33M"] == f"{OUTSIDE} (nothing was run for it)"
     assert not any(rung == "0.12M" for _, rung in outcomes)  # for which no margin was named

@@ -167,10 +167,16 @@ def test_a_speed_needs_a_point_of_data_parallel_training(ladder: Ladder) -> None
         flops_per_second(ladder, "a")
 
 
-def test_how_deep_a_row_was_tuned_is_the_plan_s_and_the_tuned_file_s(ladder: Ladder) -> None:
+def test_how_deep_a_row_was_tuned_is_the_plan_s_and_that_of_its_trials(ladder: Ladder) -> None:
+    """Of the trials all count, those of earlier walks too."""
+    folder = ladder.results / "tuning" / "a" / "diloco" / "m2"
+    folder.mkdir(parents=True)
+    for lr in range(4):
+        told = {"rung": "a", "row": "diloco/m2", "val_loss": 4.0, "values": {"lr": lr}}
+        (folder / f"lr={lr}.json").write_text(json.dumps(told))
     told = tuning_of(ladder, "a")
-    assert told["diloco/m2"] == {"lines": "lr, gain", "trials": 3}
-    assert told["averaging"] == {"lines": "", "trials": None}
+    assert told["diloco/m2"] == {"lines": "lr, gain", "trials": 4}
+    assert told["averaging"] == {"lines": "", "trials": 0}
     assert the_front(ladder)["diloco/m2", 2]["lines"] == "lr, gain"
 
 

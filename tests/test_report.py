@@ -9,7 +9,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from pipelines.index import judged, page
+from pipelines.index import index, judged, page
 from pipelines.report import Comparison, loss_below, read_claims, regime_of, told, write
 from pipelines.verdicts import BORNE_OUT, NOT_BORNE_OUT, NOT_RESOLVED, Claim, Regime, fact, judge
 
@@ -46,9 +46,9 @@ def test_pairs_are_of_one_seed_whatever_their_order() -> None:
 
 def test_a_difference_has_the_interval_of_its_pairs() -> None:
     c = compared(a=[2.0, 3.0], b=[2.2, 3.3], c=[2.2, 3.6])
-    assert c.difference("b", "a") == "+0.250 ± 0.000"
+    assert c.difference("b", "a") == "+0.250 (0.250 to 0.250)"
     half = 12.706 * (math.log(1.2) - math.log(1.1)) / 2 * 2.5
-    assert c.difference("c", "a") == f"+0.400 ± {half:.3f}"
+    assert c.difference("c", "a") == f"+0.400 ({0.4 - half:.3f} to {0.4 + half:.3f})"
     assert compared(a=[2.0], b=[2.5]).difference("b", "a") == "+0.500"
 
 
@@ -62,7 +62,8 @@ def test_a_difference_is_of_the_seeds_that_both_have() -> None:
     assert c.mean_difference("low", "high") == -c.mean_difference("high", "low")
     pairs = c.pairs("high", "low")
     half = 4.30265 * pairs.deviation / math.sqrt(3) * 2.5
-    assert c.difference("high", "low") == f"{(0.058 + 0.093 + 0.075) / 3:+.3f} ± {half:.3f}"
+    mean = (0.058 + 0.093 + 0.075) / 3
+    assert c.difference("high", "low") == f"{mean:+.3f} ({mean - half:.3f} to {mean + half:.3f})"
     assert math.exp(pairs.mean) == pytest.approx(1.03, abs=1e-5)  # what the percentage says of the same pairs
     with pytest.raises(ValueError, match="no seed is of both sides"):
         Comparison({"a": [summary(1.0, 0)], "b": [summary(1.0, 1)]}).difference("a", "b")
@@ -156,6 +157,16 @@ def test_claims_are_judged_with_all_of_their_paper(tmp_path: Path) -> None:
     assert "Called borne out if it is lower. (p = " in text
     write(pd.DataFrame({"x": [1]}), tmp_path / "two", title="Of x")
     assert read_claims(tables[1]) == []
+
+
+def test_what_training_runs_bear_out_is_counted_apart_from_closed_forms() -> None:
+    c = compared(a=[1.0, 1.41, 1.9], b=[1.03, 1.45, 1.96])
+    of_runs, closed = Claim("a beats b", "1.0", c.lower("a", "b")), Claim("it sends less", "1/30", fact(True))
+    claims = [(of_runs, BORNE_OUT), (closed, BORNE_OUT), (closed, BORNE_OUT), (of_runs, NOT_RESOLVED)]
+    text = index({("laptop", "noloco"): {Path("results/laptop/noloco/training/table2.md"): claims}})
+    assert "| claims | borne out | of these, from training runs | borne out in direction only | not borne out |" in text
+    assert "| NoLoCo (arXiv:2506.10911) | 3 | 1 | 0 | 0 | 1 | 0 |" in text
+    assert "Of the 3 claims that are borne out, training runs bear out 1; the others are closed forms" in text
 
 
 def test_a_claim_is_told_with_its_outcome() -> None:

@@ -123,3 +123,6 @@ def test_the_time_to_a_loss_is_when_all_have_told(tmp_path: Path) -> None:
     assert [(step, loss) for step, _, loss in found] == [(10, 3.1), (20, pytest.approx(2.2))]
     assert kills.time_to([[10, 4.0, 3.1], [20, 8.0, 2.2], [30, 9.0, 2.3]], 2.3) == 8.0
     assert kills.time_to([[10, 4.0, 3.1]], 2.3) == math.inf
+    killed = {"faults": [{"at": 7.0}], "curve": [[10, 3.0, 3.1], [20, 6.0, 2.2], [30, 9.0, 2.3]]}
+    assert kills.clock_apart({"calm": {"curve": [[10, 4.0, 3.1], [20, 8.0, 2.2]]}, "killed": killed}) == -0.25
+    assert math.isnan(kills.clock_apart({"calm": {"curve": []}, "killed": killed}))

@@ -14,6 +14,7 @@ from pipelines.verdicts import (
     ABLATION,
     BORNE_OUT,
     DIRECTION,
+    HEADLINE,
     NOT_BORNE_OUT,
     NOT_RESOLVED,
     Claim,
@@ -105,6 +106,17 @@ def test_one_seed_judges_nothing() -> None:
     for evidence in (lower(one), equal(one, 0.1), no_worse(one)):
         assert outcome(evidence) == "Outside this regime (one seed)"
     assert all(map(math.isnan, one.interval()))
+
+
+def test_two_pairs_that_agree_by_chance_are_not_judged() -> None:
+    """They tell of no deviation, however far they are from nothing."""
+    for needs in (HEADLINE, ABLATION):
+        two = dataclasses.replace(needs, seeds=2)
+        found = dataclasses.replace(lower(Paired(2, -0.02, 1e-6)), regime=two)
+        assert outcome(found, needs=two) == BORNE_OUT
+        assert outcome(found, needs=needs) == "Outside this regime (2 of 3 seeds)"
+        three = dataclasses.replace(lower(Paired(3, -0.02, 1e-6)), regime=needs)
+        assert outcome(three, needs=needs) == BORNE_OUT
 
 
 def test_nothing_is_judged_outside_the_regime() -> None:

@@ -27,7 +27,7 @@ from lowcomm.model.accounting import parameters
 from lowcomm.model.presets import PRESETS
 from lowcomm.settings import ConfigError
 from pipelines.ladder.plan import PUBLISHED, Ladder, Rung, base_of, write_whole
-from pipelines.report import Comparison, published, span
+from pipelines.report import Comparison, published, regime_of, span
 from pipelines.verdicts import Paired, Regime, log_ratios, quantile, student
 
 #: Exponents of the law of loss: the likely one, as of published fits, and the highest; the lowest leaves no floor.
@@ -43,8 +43,8 @@ class Cell:
     replicas: int
     parameters: int
     tokens_per_parameter: float
-    rounds: int
-    tokens_per_replica_and_step: int
+    rounds: float  # infinite without local updates
+    tokens_per_replica_and_step: float
     losses: dict[int, float]
     base: dict[int, float]
 
@@ -77,9 +77,9 @@ def read_cells(ladder: Ladder) -> list[Cell]:
             if not losses[name].keys() & base.keys():
                 continue
             tokens, numel = c.train.steps * c.train.global_batch * c.train.seq_len, parameters(c.model).total
-            rounds = -(-c.train.steps // c.method.sync_every_steps) if c.exchanges_parameters else c.train.steps
-            step = c.local_batch * c.train.seq_len
-            found.append(Cell(name, rung.name, c.replicas, numel, tokens / numel, rounds, step, losses[name], base))
+            told = regime_of({"run": c.to_dict(), "tokens": tokens, "parameters": numel})
+            what = told.tokens_per_parameter, told.rounds, told.tokens_per_replica_and_step
+            found.append(Cell(name, rung.name, c.replicas, numel, *what, losses[name], base))
     return found
 
 
@@ -152,26 +152,30 @@ def _runs_at(ladder: Ladder, rung: Rung, rows: Collection[str]) -> dict[str, lis
 def gap_rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
     """Return the rows of gaps.csv: each cell's means over its pairs, and its gap in % of the loss with a 95 % interval.
 
-    Data-parallel training, against which gaps are, is left out.
+    Data-parallel training, against which gaps are, is left out. Rounds are NaN of what exchanges no parameters. Tuning
+    chose by the run of seed 0 (on other text), so that the gap of the other seeds stands beside that of all; it is NaN
+    where there are none.
     """
     found = []
     for cell in cells:
         if cell.row.startswith("data_parallel/"):
             continue
         pairs, both = cell.pairs, sorted(cell.losses.keys() & cell.base.keys())
-        gap, low, high = (round(percent, 3) for percent in pairs.percent())
+        gap, low, high = pairs.percent()
+        others = {seed: loss for seed, loss in cell.losses.items() if seed and seed in cell.base}
         found.append(
             {
                 "method": cell.row,
                 "parameters": cell.parameters,
-                "tokens_per_parameter": round(cell.tokens_per_parameter, 2),
-                "rounds": cell.rounds,
+                "tokens_per_parameter": cell.tokens_per_parameter,
+                "rounds": cell.rounds if math.isfinite(cell.rounds) else math.nan,
                 "seeds": pairs.seeds,
                 "loss": float(np.mean([cell.losses[s] for s in both])),
                 "data_parallel_loss": float(np.mean([cell.base[s] for s in both])),
                 "gap_pct": gap,
                 "low_pct": low,
                 "high_pct": high,
+                "gap_without_seed_0_pct": Paired.of(others, cell.base).percent()[0] if others else math.nan,
             }
         )
     return found
@@ -245,6 +249,20 @@ def fit_row(cells: Sequence[Cell], row: str) -> Fit:
     return Fit.of(*zip(*pairs, strict=True)) if pairs else Fit.of([], [])
 
 
+def shared_variance(cells: Sequence[Cell]) -> float:
+    """Return which share of the variance of gaps over seeds is common to rows that are held against the same runs.
+
+    It is their covariance over their variance, in the mean of all pairs of rows, of the seeds that all have; none is
+    below 0. NaN of one row, or of fewer than two seeds.
+    """
+    seeds = set.intersection(*(cell.losses.keys() & cell.base.keys() for cell in cells)) if cells else set()
+    if len(cells) < 2 or len(seeds) < 2:
+        return math.nan
+    gaps = np.log([[cell.losses[seed] / cell.base[seed] for seed in seeds] for cell in cells])
+    share = gaps.mean(0).var() / gaps.var(1).mean()  # of which 1 / rows is there without anything in common
+    return max(0.0, float((len(gaps) * share - 1) / (len(gaps) - 1)))
+
+
 def several(cells: Sequence[Cell], seeds: int = 2) -> list[Cell]:
     """Return the cells of `seeds` seeds or more whose rows have such cells at two sizes, so that a line has a band."""
     some = [cell for cell in cells if len(cell.gaps) >= seeds]
@@ -253,14 +271,15 @@ def several(cells: Sequence[Cell], seeds: int = 2) -> list[Cell]:
 
 
 def regimes(cells: Sequence[Cell]) -> list[str]:
-    """Say of each rung what its runs were: a note below tables. What exchanges in each step has as many rounds."""
+    """Say of each rung what its runs were: a note below a table. Rounds are of the rows that exchange parameters."""
     found = []
     for rung in dict.fromkeys(cell.rung for cell in cells):
         here = [cell for cell in cells if cell.rung == rung]
+        rounds = [cell.rounds for cell in here if math.isfinite(cell.rounds)]
         found.append(
             f"At {rung}: {here[0].parameters:,} parameters, {span([c.tokens_per_parameter for c in here])} tokens per"
-            f" parameter, {span([c.rounds for c in here])} rounds,"
-            f" {span([c.tokens_per_replica_and_step for c in here])} tokens per replica and step; seeds:"
+            f" parameter, {f'{span(rounds)} outer rounds, ' if rounds else ''}"
+            f"{span([c.tokens_per_replica_and_step for c in here])} tokens per replica and step; seeds:"
             f" {span([len(c.gaps) for c in here])}."
         )
     return found

@@ -8,6 +8,7 @@ machine that trained data-parallel training's points, on links whose rate is var
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import math
@@ -24,7 +25,7 @@ from lowcomm.methods.config import MethodConfig
 from lowcomm.methods.elastic import ElasticUpdates
 from lowcomm.model.accounting import parameter_shapes
 from lowcomm.settings import ConfigError
-from pipelines.ladder.fits import Cell
+from pipelines.ladder.fits import Cell, read_trials
 from pipelines.ladder.plan import Ladder, base_of
 from pipelines.verdicts import Paired
 
@@ -217,15 +218,12 @@ def as_meant(config: RunConfig) -> RunConfig:
 def tuning_of(ladder: Ladder, rung: str) -> dict[str, dict[str, Any]]:
     """Return how each row of a rung was tuned: its "lines", in the order in which they were walked, and its "trials".
 
-    Trials are the runs that this took where the rung's values were found, on top of those of the row that it begins
-    with; None where it has not been tuned.
+    Trials are all runs of the row, of all its walks, where the rung's values were found, on top of those of the row
+    that it begins with.
     """
     there = ladder.plan.rungs[rung]
-    tuned = ladder.read_tuned(there.tuned_at)
-    return {
-        name: {"lines": ", ".join(ladder.plan.rows[name].lines), "trials": tuned.get(name, {}).get("trials")}
-        for name in there.rows
-    }
+    trials = collections.Counter(trial["row"] for trial in read_trials(ladder) if trial["rung"] == there.tuned_at)
+    return {name: {"lines": ", ".join(ladder.plan.rows[name].lines), "trials": trials[name]} for name in there.rows}
 
 
 #: What composes with what: settings of a run (by section) that each choice has; elastic: replicas leave and come back.
