@@ -29,10 +29,10 @@ from lowcomm.experiment.config import RunConfig
 from lowcomm.experiment.elastic import train_elastic
 from lowcomm.experiment.run_folder import read_metrics
 from lowcomm.experiment.train import train_in_threads
-from lowcomm.experiment.trainer import is_due
+from lowcomm.experiment.trainer import Trainer, is_due
 from pipelines.launch import torchrun_command
 from tests.conftest import command_line, small_run
-from tests.harness import Group, clean_environment, command, in_threads
+from tests.harness import Crash, Group, clean_environment, command, in_threads
 
 PATIENT = Rules(timeout_s=10.0, grace_s=8.0)
 
@@ -262,6 +262,25 @@ def test_a_pipeline_leaves_as_a_whole_and_comes_back(store: Notes, corpus: Path,
     assert all(torch.equal(first[name], value) for name, value in second.items())
     each = config.local_batch * config.train.seq_len
     _counted_as_in_rounds(summaries[0], 4, each)
+
+
+@pytest.mark.fault(
+    "the store of the membership is started anew, and a replica from its checkpoint",
+    "refused, by the checkpoint's name: its rounds are of the earlier store's log",
+)
+def test_a_checkpoint_of_another_stores_log_is_refused(store: Notes, corpus: Path, tmp_path: Path) -> None:
+    config = small_run(replicas=1, checkpoint={"every_steps": 4})
+
+    def crash(trainer: Trainer, row: dict[str, Any]) -> None:
+        if row["step"] == 10:
+            raise Crash
+
+    with pytest.raises(Crash):
+        train_elastic(config, store, 0, corpus, tmp_path / "run", on_row=crash)
+    other = elastic_store("127.0.0.1:0", hosts=True)
+    with pytest.raises(ConfigError, match=r"checkpoint of step 8 in .*/slot-000/checkpoints .* another store's log"):
+        train_elastic(config, other, 0, corpus, tmp_path / "run")
+    assert train_elastic(config, store, 0, corpus, tmp_path / "run")["complete"]
 
 
 @pytest.mark.parametrize(

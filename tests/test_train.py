@@ -22,6 +22,7 @@ from lowcomm.comm.start import run_threads
 from lowcomm.comm.world import World
 from lowcomm.experiment import stop
 from lowcomm.experiment.batches import TokenData
+from lowcomm.experiment.checkpoint import Checkpoints
 from lowcomm.experiment.config import RunConfig
 from lowcomm.experiment.inner import learning_rate
 from lowcomm.experiment.run_folder import RunFolder, read_metrics
@@ -317,6 +318,16 @@ def test_checkpoints_hold_no_pickles_and_only_the_last_are_kept(corpus: Path, tm
     folder = tmp_path / "run" / "checkpoints"
     assert sorted(p.name for p in folder.iterdir()) == ["step-00000006", "step-00000009"]
     assert {p.suffix for p in folder.rglob("*") if p.is_file()} == {".safetensors", ".json"}
+
+
+def test_checkpoints_of_steps_that_a_run_has_gone_back_behind_are_not_kept(tmp_path: Path) -> None:
+    def saved(world: World) -> list[int]:
+        checkpoints = Checkpoints(tmp_path / "checkpoints", world)
+        for step in (36, 40, 32, 34, 36):
+            checkpoints.save(step, {"x": torch.tensor(step)}, {}, {})
+        return checkpoints.steps()
+
+    assert run_threads(saved, replicas=1) == [[34, 36]]
 
 
 @pytest.mark.fault("a folder that cannot be written", "named at the start")

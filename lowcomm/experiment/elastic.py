@@ -172,9 +172,7 @@ def _train(
 
 def _save(trainer: Trainer, checkpoints: Checkpoints, metrics: Metrics, run: dict[str, Any]) -> None:
     metrics.keep()
-    step = trainer.engine.steps_done
-    if step not in checkpoints.steps():
-        checkpoints.save(step, trainer.tensors(), {}, run)
+    checkpoints.save(trainer.engine.steps_done, trainer.tensors(), {}, run)
 
 
 def _summary(trainer: Trainer) -> dict[str, Any]:

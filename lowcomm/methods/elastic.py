@@ -77,6 +77,13 @@ Event = Callable[[Round, tuple[int, ...]], None]
 _LOOK_S, _FASTER = 0.1, 1.1
 
 
+def _asked(notes: Notes, what: str, mine: str) -> str:
+    """Leave a note in the store where there is none yet, and return the one that is there now."""
+    if (there := notes.write_once(f"elastic/{what}", mine)) is None:
+        raise CommError("the store of the replicas' membership does not answer")
+    return there
+
+
 class _Gap:
     """The inner steps of one replica between two turns, or since it has come to where the others are.
 
@@ -218,6 +225,7 @@ class ElasticUpdates(Engine):
         stage, stages = (0, 1) if self.world is None else (self.world.stage, self.world.stages)
         own = {"slots": slots, "steps": steps, "seed": seed, "stages": stages, "quorum": quorum}
         self._agree(notes, f"settings/{stage}", begun_with(method, self.named, **{**(begun or {}), **own}))
+        self._log = _asked(notes, "log", uuid.uuid4().hex)  # which one it is: versions of another mean nothing in it
         who = f"{slot}.{uuid.uuid4().hex[:12]}"
         if self.world is not None:
             who = self.world.tell(who, axis="stage")[0]
@@ -297,10 +305,7 @@ class ElasticUpdates(Engine):
     @staticmethod
     def _agree(notes: Notes, what: str, mine: dict[str, Any]) -> None:
         told = json.dumps(mine)
-        there = notes.write_once(f"elastic/{what}", told)
-        if there is None:
-            raise CommError("the store of the replicas' membership does not answer")
-        if differs := first_difference(json.loads(there), json.loads(told), "there"):
+        if differs := first_difference(json.loads(_asked(notes, what, told)), json.loads(told), "there"):
             raise ConfigError(f"replicas were started differently: {differs}")
 
     def join(self) -> None:
@@ -533,7 +538,7 @@ class ElasticUpdates(Engine):
         raise ConfigError("elastic replicas keep to the subspace that they begin with, as others do")
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The parameters last agreed and the outer state, and which round they are of: what a start can resume from.
+        """The parameters last agreed, the outer state, and of which log's which round: what a start can resume from.
 
         Where there are several stages, all must ask; the round is the latest that all of them have.
         """
@@ -552,7 +557,8 @@ class ElasticUpdates(Engine):
             for index, fragment in enumerate(self.fragments)
             for name, value in met.get(index, fragment.agreed_state()).items()
         }
-        return state | {"version": torch.tensor(version)}
+        log = torch.frombuffer(bytearray.fromhex(self._log), dtype=torch.uint8)
+        return state | {"version": torch.tensor(version), "log": log}
 
     def _own(self, heard: Collection[int] = ()) -> dict[str, Tensor]:
         """Return what is this replica's own of outer state; heard: fragments whose round is met, and not applied."""
@@ -560,7 +566,15 @@ class ElasticUpdates(Engine):
         return {f"{index}/{name}": value.clone() for index, some in enumerate(own) for name, value in some.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Put back what `state_dict` gave; the model's parameters become those last agreed."""
+        """Put back what `state_dict` gave; the model's parameters become those last agreed.
+
+        Raises ConfigError where the state is of another store's log, in which its round is not to be found.
+        """
+        if bytes(state["log"].tolist()).hex() != self._log:
+            raise ConfigError(
+                "its rounds are of another store's log: start with the store that it was made with, or delete it on"
+                " all replicas to begin the run anew"
+            )
         with self._lock:
             for index, fragment in enumerate(self.fragments):
                 fragment.put_outer_state(of_fragment(state, index))
