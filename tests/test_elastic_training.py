@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,11 @@ from safetensors.torch import load_file
 
 from lowcomm import ConfigError, elastic_store
 from lowcomm.comm.elastic import SharedLog
-from lowcomm.comm.membership import Entry, Join, Roll, Rules
+from lowcomm.comm.membership import Close, Done, Entry, Join, Lost, Ready, Roll, Rules
 from lowcomm.comm.notes import Notes
 from lowcomm.comm.start import run_threads
 from lowcomm.comm.world import World
+from lowcomm.experiment import stop
 from lowcomm.experiment.config import RunConfig
 from lowcomm.experiment.elastic import train_elastic
 from lowcomm.experiment.run_folder import read_metrics
@@ -262,6 +263,59 @@ def test_a_pipeline_leaves_as_a_whole_and_comes_back(store: Notes, corpus: Path,
     assert all(torch.equal(first[name], value) for name, value in second.items())
     each = config.local_batch * config.train.seq_len
     _counted_as_in_rounds(summaries[0], 4, each)
+
+
+def entries(port: int) -> Iterator[Entry]:
+    """Follow the log of a store."""
+    log, until = SharedLog(elastic_store(f"127.0.0.1:{port}")), time.monotonic() + 60
+    for index in itertools.count():
+        while (entry := log.read(index)) is None:
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        yield entry
+
+
+def stopped_when(port: int, seen: Callable[[Entry], bool], run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Ask a run to stop as soon as an entry is in the log, while it waits for others; returns its summary."""
+
+    def ask() -> None:
+        next(entry for entry in entries(port) if seen(entry))
+        stop.requested.set()
+
+    try:
+        return in_threads(run, ask)[0]
+    finally:
+        stop.requested.clear()
+
+
+@pytest.mark.fault(
+    "a replica is told to stop (SIGTERM) while it waits for others in a round", "it keeps what it has, and comes back"
+)
+def test_one_that_waits_in_a_round_stops_when_told(store: Notes, corpus: Path, tmp_path: Path) -> None:
+    config, patient = small_run(), Rules(timeout_s=60.0, grace_s=60.0)
+
+    def alone() -> dict[str, Any]:
+        return train_elastic(config, store, 0, corpus, tmp_path / "run", rules=patient)
+
+    told = stopped_when(store.port, lambda entry: isinstance(entry, Ready), alone)
+    assert told == {"complete": False, "step": 4}
+    assert (tmp_path / "run/slot-000/checkpoints/step-00000004").exists()
+    summaries = in_slots(config, store, corpus, tmp_path / "run")
+    assert [summary["participation"] for summary in summaries] == [1, 1]
+
+
+@pytest.mark.fault("a replica is told to stop (SIGTERM) while it joins", "it ends, as it came")
+def test_one_that_waits_to_join_stops_when_told(store: Notes, corpus: Path, tmp_path: Path) -> None:
+    """The only one who has the latest round is not to be reached."""
+    log = SharedLog(store)
+    for entry in (Join("1.gone", 1, 0), Ready("1.gone", 0, 8), Close(0, 0), Done("1.gone", 0, 1)):
+        log.append(entry)
+
+    def alone() -> dict[str, Any]:
+        return train_elastic(small_run(), store, 0, corpus, tmp_path / "run", rules=PATIENT)
+
+    told = stopped_when(store.port, lambda entry: isinstance(entry, Lost) and entry.who == "1.gone", alone)
+    assert told == {"complete": False, "step": 0}
 
 
 @pytest.mark.fault(

@@ -548,9 +548,7 @@ class Elastic:
 
         self.member = Member(who, slot, self.roll, time.monotonic, self.rules, heard)
         self._names = [self.name_of(who, s) for s in range(stages)]
-        self._stages = Stages(
-            self.messenger, self._names, stage, within_s=self.rules.timeout_s, go_on=lambda: not self._closed
-        )
+        self._stages = Stages(self.messenger, self._names, stage, within_s=self.rules.timeout_s, go_on=self._stays)
         self._under_way: Exchange | None = None
         self._left = threading.Event()
         threading.Thread(target=self._beat, name="beat", daemon=True).start()
@@ -636,7 +634,7 @@ class Elastic:
         until, roll = time.monotonic() + self.rules.timeout_s, self.roll
 
         def led() -> None:
-            while time.monotonic() < until:
+            while time.monotonic() < until and not self._closed:
                 if self.read() and all(roll.version.get(roll.holder.get(s)) == roll.latest for s in range(roll.slots)):
                     return
                 time.sleep(_LOOK_S)
@@ -660,6 +658,9 @@ class Elastic:
         """End all connections, without a word."""
         self._left.set()
         self.messenger.close()
+
+    def _stays(self) -> bool:
+        return not self._closed
 
     def is_at(self, request: Exchange) -> bool:
         """Tell whether an attempt is still under way, as far as the log can be read."""
@@ -801,7 +802,7 @@ class Elastic:
         except NoAnswer:
             return None
         try:
-            raw = self.messenger.take(name, "state", key, within_s=self.rules.timeout_s, go_on=lambda: True)
+            raw = self.messenger.take(name, "state", key, within_s=self.rules.timeout_s, go_on=self._stays)
         except NoAnswer:
             return NO_ANSWER
         (version,) = struct.unpack("!q", raw[:8])

@@ -384,6 +384,15 @@ class ElasticUpdates(Engine):
         self._is_finished = True
         return {}
 
+    def stop(self) -> None:
+        """End, from another thread, what this replica waits for: `join`, `step` or `finish` raises CommError there.
+
+        What it has is as it was before, and can be kept (`state_dict`). Where there are several stages, the first ends
+        what the others are in.
+        """
+        if self.elastic.stage == 0:
+            self.elastic.stop()
+
     def close(self) -> None:
         """Leave: nobody waits for this replica, and nothing can be had of it any more."""
         self.elastic.stop()
