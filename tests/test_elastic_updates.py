@@ -186,13 +186,14 @@ def test_without_faults_pipelines_are_local_updates_bit_for_bit(method: str, rep
     assert not torch.equal(ranks[0][-1], ranks[2][-1])
 
 
-def test_stages_that_would_take_turns_apart_are_refused(replica: Callable) -> None:
+def test_stages_that_would_take_turns_apart_are_refused(store: Notes, replica: Callable) -> None:
     def one(own: World) -> None:
         net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3 - own.stage)))
         replica(0, "streaming", model=net, world=own)
 
     with pytest.raises(ConfigError, match="after the same steps, but stage 1 has 2 fragments and the first 3"):
         run_threads(one, replicas=1, stages=2)
+    assert store.read("elastic/settings/0") is None
 
 
 @pytest.mark.fault(
@@ -532,11 +533,14 @@ def test_replicas_that_were_started_differently_are_refused(replica: Callable) -
         ),
         ({"overlap_steps": 3}, "method.overlap_steps = 3 is no less than the 3 steps between two turns"),
         ({"slot": 3}, "slot 3 and a quorum of 2 do not go with 3 slots"),
+        ({"quorum": 0}, "slot 0 and a quorum of 0 do not go with 3 slots"),
+        ({"quorum": 4}, "slot 0 and a quorum of 4 do not go with 3 slots"),
     ],
 )
-def test_what_does_not_go_together_is_refused(settings: dict, message: str, replica: Callable) -> None:
+def test_what_does_not_go_together_is_refused(settings: dict, message: str, store: Notes, replica: Callable) -> None:
     with pytest.raises(ConfigError, match=message):
         replica(settings.pop("slot", 0), "streaming", **settings)
+    assert store.read("elastic/settings/0") is None  # nobody else is held to it
 
 
 @pytest.mark.fault("no quorum comes together", "the replica ends after `alone_s` and says why")

@@ -483,6 +483,12 @@ class _Attempt:
         return taken
 
 
+def check_place(slot: int, slots: int, quorum: int) -> None:
+    """Raise ConfigError where there is no such slot, or no round can have that many members."""
+    if not 0 <= slot < slots or not 1 <= quorum <= slots:
+        raise ConfigError(f"slot {slot} and a quorum of {quorum} do not go with {slots} slots")
+
+
 class Elastic:
     """One replica among those that come and go.
 
@@ -518,8 +524,7 @@ class Elastic:
         stage: int = 0,
         stages: int = 1,
     ):
-        if not 0 <= slot < slots or not 1 <= quorum <= slots:
-            raise ConfigError(f"slot {slot} and a quorum of {quorum} do not go with {slots} slots")
+        check_place(slot, slots, quorum)
         self.rules = rules or Rules()
         self.notes, self.log = notes, SharedLog(notes)
         self._reading = threading.Lock()

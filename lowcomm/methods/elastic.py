@@ -49,7 +49,7 @@ from torch import Tensor, nn
 
 from lowcomm.codecs import message_seed
 from lowcomm.comm.axis import UNBILLED
-from lowcomm.comm.elastic import Elastic, Payload
+from lowcomm.comm.elastic import Elastic, Payload, check_place
 from lowcomm.comm.membership import Round, Rules
 from lowcomm.comm.notes import Notes
 from lowcomm.comm.transport import CommError
@@ -194,6 +194,8 @@ class ElasticUpdates(Engine):
         **settings: Any,
     ):
         self.method = method = with_settings(method or LocalUpdates.default, settings)
+        quorum = max(1, slots // 2) if quorum is None else quorum
+        check_place(slot, slots, quorum)
         if world is not None and world.replicas > 1:
             raise ConfigError(f"the world of an elastic replica has one replica, itself, not {world.replicas}")
         self.slot, self.steps, self.seed = slot, steps, seed
@@ -202,7 +204,6 @@ class ElasticUpdates(Engine):
         self.named = named_parameters(model, trained=method.trainable != "slice")
         shapes = {name: tuple(p.shape) for name, p in self.named.items()}
         self.plan = Plan(shapes, method, slots, seed=seed, layers=layers)
-        quorum = quorum or max(1, slots // 2)
         self._check(quorum)
         self.fragments = fragment_states(self.plan, self.named, slot)
         self.one_model = self.plan.peers.one_model
@@ -223,13 +224,15 @@ class ElasticUpdates(Engine):
         self._under_way: tuple[int, Future[Round | None]] | None = None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=f"elastic-{slot}")
         stage, stages = (0, 1) if self.world is None else (self.world.stage, self.world.stages)
+        if self.world is not None:
+            self._check_turns(self.world)
+        # What is refused so far leaves no word in the store, which the others would be held to.
         own = {"slots": slots, "steps": steps, "seed": seed, "stages": stages, "quorum": quorum}
         self._agree(notes, f"settings/{stage}", begun_with(method, self.named, **{**(begun or {}), **own}))
         self._log = _asked(notes, "log", uuid.uuid4().hex)  # which one it is: versions of another mean nothing in it
         who = f"{slot}.{uuid.uuid4().hex[:12]}"
         if self.world is not None:
             who = self.world.tell(who, axis="stage")[0]
-            self._check_turns(self.world)
         self.notes = notes
         self.elastic = Elastic(
             notes,
