@@ -240,6 +240,17 @@ def test_a_missing_corpus_is_named(corpus: CorpusConfig, message: str, tmp_path:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.fault("a later file of a corpus is damaged", "named, when the reading comes to it")
+def test_a_damaged_file_among_others_is_named(tmp_path: Path) -> None:
+    (tmp_path / "0.json").write_text('{"text": "one"}\n')
+    (tmp_path / "1.json").write_text('{"text": "two')
+    found = documents(CorpusConfig("json", str(tmp_path)), tmp_path)
+    assert next(found) == "one"
+    with pytest.raises(ConfigError, match="corpus .* cannot be read: ") as error:
+        list(found)
+    assert "\n" not in str(error.value)
+
+
 def test_an_empty_corpus_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps({"text": ""}))
     with pytest.raises(ConfigError, match="'x' gave no train documents .* missing, empty or too small"):

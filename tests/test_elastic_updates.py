@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lowcomm import CommError, ConfigError, LocalUpdates, elastic_store, run_threads, slice_parameters
+from lowcomm.__main__ import main
 from lowcomm.comm.elastic import Frame, SharedLog
 from lowcomm.comm.membership import Lost, Roll, Rules
 from lowcomm.comm.notes import Notes
@@ -586,6 +587,14 @@ def test_what_is_no_store_is_named() -> None:
             elastic_store(address)
     with pytest.raises(CommError, match="no store of elastic replicas at 127.0.0.1:1: .*lowcomm store 1 starts one"):
         elastic_store("127.0.0.1:1", timeout_s=0.5)
+
+
+@pytest.mark.fault("`lowcomm store` at a port that is in use", "one line with the port and the reason")
+def test_a_port_in_use_is_named(store: Notes, capsys: pytest.CaptureFixture) -> None:
+    assert main(["store", str(store.port)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"no store of elastic replicas can be kept on port {store.port}: ")
+    assert said.count("\n") == 1
 
 
 def test_the_command_keeps_a_store() -> None:

@@ -42,7 +42,7 @@ def elastic_store(address: str, *, hosts: bool = False, timeout_s: float = 30.0)
         hosts: keep the store in this process, with which it ends; port 0 is any that is free.
         timeout_s: how long the store is waited for when it is asked.
 
-    Raises ConfigError for what is no address, CommError where there is no store.
+    Raises ConfigError for what is no address, or no port that is free to keep one, and CommError where there is none.
     """
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdecimal() or int(port) >= 1 << 16:
@@ -56,6 +56,8 @@ def elastic_store(address: str, *, hosts: bool = False, timeout_s: float = 30.0)
         found = connected(int(port), hosts=hosts, timeout_s=timeout_s)
     except RuntimeError as error:
         why = str(error).splitlines()[0]
+        if hosts:
+            raise ConfigError(f"no store of elastic replicas can be kept on port {port}: {why}") from None
         raise CommError(f"no store of elastic replicas at {address}: {why} (lowcomm store {port} starts one)") from None
     within_s = min(timeout_s, _ANSWERED_WITHIN_S)
     return Notes(
