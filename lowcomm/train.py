@@ -196,6 +196,7 @@ def _parser() -> argparse.ArgumentParser:
         "--store", metavar="HOST:PORT", help="train one replica of those that come and go, by its store"
     )
     parser.add_argument("--slot", type=int, help="with --store: which replica, from 0")
+    parser.add_argument("--host", help="with --store: this machine's address, for the others (default: found out)")
     parser.add_argument("--quorum", type=int, help="with --store: replicas that a round needs (default: half)")
     parser.add_argument("--grace", type=float, metavar="SECONDS", help="with --store: wait so long for those not ready")
     parser.add_argument("--silence", type=float, metavar="SECONDS", help="with --store: wait so long for a sign of one")
@@ -247,6 +248,7 @@ def _train_slot(args: argparse.Namespace) -> None:
             folder,
             rules=rules,
             quorum=args.quorum,
+            host=args.host,
             own=own,
             on_row=Progress(config),
             again=args.again,

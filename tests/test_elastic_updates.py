@@ -589,6 +589,26 @@ def test_what_is_no_store_is_named() -> None:
         elastic_store("127.0.0.1:1", timeout_s=0.5)
 
 
+def test_a_store_may_have_an_ipv6_address() -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this machine knows no IPv6")
+    notes = elastic_store("[::1]:0", hosts=True)
+    other = elastic_store(f"[::1]:{notes.port}")
+    sync = ElasticUpdates(Net(), other, slot=0, slots=1, steps=4, sync_every_steps=4)
+    assert sync.elastic.messenger.address[0] == "::1"
+    sync.join()
+    sync.close()
+
+
+@pytest.mark.fault("an address (--host) that the machine does not have", "refused by that address")
+def test_an_address_of_another_machine_is_refused(store: Notes) -> None:
+    for host in ("203.0.113.7", "no.such.name.invalid"):
+        with pytest.raises(ConfigError, match=f"host = {host} is no address of this machine that others could reach"):
+            ElasticUpdates(Net(), store, slot=0, slots=1, steps=4, sync_every_steps=4, host=host)
+
+
 @pytest.mark.fault("`lowcomm store` at a port that is in use", "one line with the port and the reason")
 def test_a_port_in_use_is_named(store: Notes, capsys: pytest.CaptureFixture) -> None:
     assert main(["store", str(store.port)]) == 2

@@ -202,12 +202,14 @@ class Messenger:
 
     Args:
         who: this replica.
-        host: the interface to listen on.
+        host: the address to listen on.
         timeout_s: how many seconds a connection may take to be made, and its other end may leave bytes untaken.
         address_of: (host, port) of a replica; None where it is not known.
         serve: answers a request for the agreed state of a version or a later one: bytes; None where it has none.
 
     Attributes: `moved`, when a payload's bytes last left or came, by the monotonic clock.
+
+    Raises ConfigError where `host` is no address of this machine.
     """
 
     def __init__(
@@ -231,7 +233,11 @@ class Messenger:
         self._from: set[socket.socket] = set()
         self._lock = threading.Lock()
         self._closed = False
-        self._listener = socket.create_server((host, 0))
+        try:
+            family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+            self._listener = socket.create_server((host, 0), family=family)
+        except OSError as error:
+            raise ConfigError(f"host = {host} is no address of this machine that others could reach: {error}") from None
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         threading.Thread(target=self._accept, name="accept", daemon=True).start()
 
