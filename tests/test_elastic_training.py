@@ -326,6 +326,9 @@ def test_a_checkpoint_of_another_stores_log_is_refused(store: Notes, corpus: Pat
     config = small_run(replicas=1, checkpoint={"every_steps": 4})
 
     def crash(trainer: Trainer, row: dict[str, Any]) -> None:
+        if row["step"] == 6:
+            trainer.world.ledger.bill("stage", "activations", 6, 10)
+            trainer.engine.elastic.ledger.bill("replica", "state", 6, 20)
         if row["step"] == 10:
             raise Crash
 
@@ -334,7 +337,9 @@ def test_a_checkpoint_of_another_stores_log_is_refused(store: Notes, corpus: Pat
     other = elastic_store("127.0.0.1:0", hosts=True)
     with pytest.raises(ConfigError, match=r"checkpoint of step 8 in .*/slot-000/checkpoints .* another store's log"):
         train_elastic(config, other, 0, corpus, tmp_path / "run")
-    assert train_elastic(config, store, 0, corpus, tmp_path / "run")["complete"]
+    summary = train_elastic(config, store, 0, corpus, tmp_path / "run")
+    assert summary["complete"]
+    assert summary["sent_bytes"] == {"replica/state": 20, "stage/activations": 10}
 
 
 @pytest.mark.parametrize(

@@ -459,7 +459,7 @@ def test_a_donor_whose_training_stands_still_gives_what_is_agreed_and_not_applie
 ) -> None:
     """Two have met and not come to the step at which they apply it: whoever joins meanwhile has it of them, at once."""
     rules = Rules(timeout_s=2.0, grace_s=0.5)
-    met, back = threading.Semaphore(0), threading.Event()
+    met, back, billed = threading.Semaphore(0), threading.Event(), []
     log = SharedLog(elastic_store(f"127.0.0.1:{store.port}"))
 
     def stays(slot: int) -> ElasticUpdates:
@@ -467,6 +467,7 @@ def test_a_donor_whose_training_stands_still_gives_what_is_agreed_and_not_applie
         trained(net, sync, until=6)  # where a round is sent that is applied a step later
         met.release()
         assert back.wait(60)
+        billed.append(sync.elastic.ledger.total("replica", "state"))
         trained(net, sync)
         return sync
 
@@ -484,6 +485,8 @@ def test_a_donor_whose_training_stands_still_gives_what_is_agreed_and_not_applie
         return sync
 
     in_threads(lambda: stays(0), lambda: stays(1), comes_late)
+    state = 2 * 4 * sum(p.numel() for p in Net().parameters())  # parameters and momentum
+    assert sum(billed) > state  # and a header
     index = 0
     while (entry := log.read(index)) is not None:
         assert not isinstance(entry, Lost)

@@ -511,7 +511,7 @@ class Elastic:
         stage, stages: where a replica is a pipeline: which stage this is, and of how many. All of them have the same
             `who` and do everything here together, the same calls in the same order, and get the same results.
 
-    Attributes: `roll`, `ledger`, `step`, to which the ledger bills.
+    Attributes: `roll`; `ledger` of what it sends, states that it gives included; `step`, to which the ledger bills.
     """
 
     def __init__(
@@ -543,15 +543,17 @@ class Elastic:
         self._means: tuple[tuple[str, ...], list[Tensor]] | None = None
         self._given = b""  # the state that a donor has sent, until it is loaded
 
-        def packed(wanted: int) -> bytes | None:
+        def given(wanted: int) -> bytes | None:
             if (found := serve(wanted)) is None:
                 return None
             version, state = found
-            return struct.pack("!q", version) + state
+            packed = struct.pack("!q", version) + state
+            self.ledger.bill("replica", "state", self.step, len(packed))
+            return packed
 
         name, address = self.name_of(who), host or notes.here
         self.messenger = Messenger(
-            name, host=address, timeout_s=self.rules.silence_s, address_of=self._address_of, serve=packed
+            name, host=address, timeout_s=self.rules.silence_s, address_of=self._address_of, serve=given
         )
 
         def heard(other: str) -> float:

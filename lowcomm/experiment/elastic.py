@@ -24,6 +24,7 @@ from lowcomm.comm.membership import Rules
 from lowcomm.comm.notes import Notes
 from lowcomm.comm.start import world
 from lowcomm.comm.transport import CommError
+from lowcomm.comm.wire import Ledger
 from lowcomm.comm.world import World
 from lowcomm.experiment.batches import TokenData
 from lowcomm.experiment.checkpoint import Checkpoints
@@ -126,14 +127,17 @@ def _train(
             folder.source.write_text(_SOURCE)
         own.barrier()
     else:
-        step, tensors, _ = found
+        step, tensors, meta = found
         put_back(trainer, step, tensors, folder)
+        for ledger, told in zip(_ledgers(trainer), meta["ledgers"], strict=True):
+            ledger.load(told)
     metrics, clock = Metrics(folder.metrics(own.rank), None), Metrics(folder.clock(own.rank), None)
     stop = StopAgreement(own, config.comm.timeout_s, on_request=engine.stop)
     try:
         engine.join()
         log.info("slot %d has joined at step %d, after %d rounds", engine.slot, engine.steps_done, engine.rounds_done)
         own.clock.start(0.0)
+        engine.finish()  # where it has come back to a run without steps left
         step = saved = engine.steps_done
         taken = 0
         while engine.is_training and not stop.before(taken + 1):
