@@ -316,6 +316,31 @@ def test_one_that_has_missed_a_round_comes_to_where_the_others_are(offload: bool
         assert torch.equal(sync.fragments[0].agreed, found[0].fragments[0].agreed)
 
 
+@pytest.mark.fault("a replica misses a round as it finishes", "it takes the inner steps that are left, then finishes")
+def test_one_that_misses_a_round_as_it_finishes_trains_on(replica: Callable) -> None:
+    net, sync = replica(0, "decoupled", slots=1, quorum=1, overlap_steps=2)
+    trained(net, sync, until=23)
+    meet, catch_up, donor = sync.elastic.meet, sync.elastic.catch_up, sync._serve(0)[1]
+
+    def caught_up() -> tuple[int, int]:
+        sync._load(donor)
+        return catch_up()
+
+    sync.elastic.meet, sync.elastic.catch_up = lambda *args: None, caught_up
+    trained(net, sync, until=24)  # where a message is sent that is due after the last step, and nobody hears it
+    optimizer = torch.optim.SGD(net.trained, lr=0.05)
+    train_step(net, optimizer, batch(0, sync.tokens_read))
+    sync.step()
+    assert not sync.is_training
+    sync.finish()
+    assert (sync.missed, sync.steps_done, sync.tokens_read) == (1, 21, 21)
+    sync.elastic.meet, sync.elastic.catch_up = meet, catch_up
+    assert trained(net, sync) == [21, 22, 23, 24]
+    assert not sync.is_training
+    told = [(r["step"], r["tokens"]) for r in sync.told()]
+    assert told[-3:] == [(24, (3,)), (25, (1,)), (25, (0,))]
+
+
 @pytest.mark.parametrize("offload", [False, True])
 def test_a_message_that_nobody_has_heard_is_not_said(offload: bool, store: Notes, replica: Callable) -> None:
     """With error feedback what a message loses is kept, and taken back where its round went on without it."""

@@ -150,6 +150,7 @@ def _train(
             clock.add({"step": step, "seconds": own.clock.elapsed()})
             if on_row is not None:
                 on_row(trainer, row)
+            engine.finish()  # which does nothing while there are inner steps left, and may find that there are some
             if is_due(t.log_every, before, step):
                 metrics.write()
                 clock.write()
@@ -158,7 +159,6 @@ def _train(
                 _save(trainer, checkpoints, metrics, run)
         if engine.is_training:
             return _leave(trainer, checkpoints, metrics, run)
-        engine.finish()
         metrics.write()
         clock.write()
         summary = _summary(trainer)
@@ -188,7 +188,13 @@ def _leave(trainer: Trainer, checkpoints: Checkpoints, metrics: Metrics, run: di
 
 def _save(trainer: Trainer, checkpoints: Checkpoints, metrics: Metrics, run: dict[str, Any]) -> None:
     metrics.keep()
-    checkpoints.save(trainer.engine.steps_done, trainer.tensors(), {}, run)
+    meta = {"ledgers": [ledger.state() for ledger in _ledgers(trainer)]}
+    checkpoints.save(trainer.engine.steps_done, trainer.tensors(), meta, run)
+
+
+def _ledgers(trainer: Trainer) -> tuple[Ledger, Ledger]:
+    """Return the ledgers of what this rank sends to its own stages, and to other replicas."""
+    return trainer.world.ledger, trainer.engine.elastic.ledger
 
 
 def _summary(trainer: Trainer) -> dict[str, Any]:

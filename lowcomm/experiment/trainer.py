@@ -184,6 +184,8 @@ class Trainer:
     def step(self, step: int, *, before: int | None = None) -> dict[str, Any]:
         """One inner step, and whatever exchange the engine does after it. Returns a metrics row.
 
+        The last one finishes, unless the engine is of an elastic replica and has gone back to where others are.
+
         before: the step taken last; by default the one before this.
         """
         t, world = self.config.train, self.world

@@ -13,12 +13,16 @@ round, while the others go on.
         loss(model, batch).backward()
         optimizer.step(); optimizer.zero_grad()
         sync.step(tokens=batch.numel())
-    sync.finish()
+        if not sync.is_training:
+            sync.finish()                                   # after which there may be steps left
 
 Machines need not be equally fast. Where the others have waited for one for half of the grace window, its turn comes at
 its next inner step, with what it has trained by then; and it takes fewer inner steps from then on (`pace`), as many as
 leave nobody waiting. Its tokens say what its part of a mean weighs. A replica that sees that a round went on without it
 comes to where the others are at its next inner step.
+
+One that misses a round as it finishes comes to where the others are too, and may have inner steps left there: so
+`finish` is called inside the loop, and does nothing for as long as there are some.
 
 A slot is a share of the data, `tokens_read` how much of it is used, and `steps_done` the step of the run. These go on
 where the run is when a replica joins, so a loop needs no other change. The round's mean, the outer step and what
@@ -373,16 +377,22 @@ class ElasticUpdates(Engine):
         return {}
 
     def finish(self) -> dict[str, float]:
-        """Apply what is under way, exchange what has trained since its last turn, and wait for those who come late."""
-        if self._is_finished:
+        """Apply what is under way, exchange what has trained since its last turn, and wait for those who come late.
+
+        Where the others have gone on without this replica, and it has come to where they are, there may be inner steps
+        left (`is_training`): then nothing is finished yet, and `finish` is to be called again after them.
+        """
+        if self._is_finished or self.is_training:
             return {}
         self._end_watch()
         if self._under_way is not None:
             self._apply()
-        while self._next < len(self._turns):
+        while self._next < len(self._turns) and not self.is_training:
             self._send()
             if self._under_way is not None:
                 self._apply()
+        if self.is_training:
+            return {}
         self.elastic.wait_for_the_late()
         self._is_finished = True
         return {}
