@@ -153,7 +153,15 @@ def test_merged_keys_may_be_named_again(tmp_path: Path) -> None:
     assert scales["d"] == scales["e"] == {"b": 3, "c": 2}
 
 
+@pytest.mark.parametrize("seed", [2**53 + 1, 2**63 - 1])
+def test_whole_numbers_are_kept_as_they_are(seed: int) -> None:
+    assert run_config("diloco_m2", scale="smoke", seed=seed).seed == seed
+    assert run_config("diloco_m2", scale="smoke", params=_changed("runs/diloco_m2/seeds", [seed])).seed == seed
+
+
 def test_a_value_of_any_size_is_refused_in_a_line() -> None:
+    with pytest.raises(ConfigError, match="train.lr = 1000.*000 must be a number"):
+        run_config("diloco_m2", scale="smoke", train={"lr": 10**400})
     bomb: Any = "x"
     for _ in range(40):
         bomb = [bomb] * 10
