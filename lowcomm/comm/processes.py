@@ -40,7 +40,8 @@ def elastic_store(address: str, *, hosts: bool = False, timeout_s: float = 30.0)
     Args:
         address: "host:port" of the store, on a machine that stays (`lowcomm store PORT` there keeps one).
         hosts: keep the store in this process, with which it ends; port 0 is any that is free.
-        timeout_s: how long the store is waited for when it is asked.
+        timeout_s: how long a connection to the store may take to be made, in seconds. An answer is waited for as long,
+            but for no more than five seconds.
 
     Raises ConfigError for what is no address, or no port that is free to keep one, and CommError where there is none.
     """

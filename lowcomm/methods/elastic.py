@@ -168,8 +168,9 @@ class ElasticUpdates(Engine):
         constrain, layers: as for `LocalUpdates`.
 
     Attributes: `plan`; `steps_done`; `tokens_read`, where in its slot's data this replica is: those that rounds have
-    counted, and those that it has trained on since; `rounds` that it was a member of; `missed`, how often the others
-    went on without it; `pace`, the share of the run's inner steps that it takes between two turns.
+    counted, and those that it has trained on since; `rounds` that it was a member of; `missed`, how often it has found,
+    as it trained, that it was in no round with what it had sent or was to send: once for however many rounds the others
+    went on; `pace`, the share of the run's inner steps that it takes between two turns.
 
     Raises ConfigError for choices that do not go together, and where replicas were started with different ones.
     """
