@@ -46,10 +46,10 @@ def _store(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="lowcomm store", description=COMMANDS["store"][1])
     parser.add_argument("port", type=int, help="0: any that is free")
     args = parser.parse_args(words)
+    store = elastic_store(f"0.0.0.0:{args.port}", hosts=True)
     told_to_end = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: told_to_end.set())
-    store = elastic_store(f"0.0.0.0:{args.port}", hosts=True)
     print(f"a store for elastic replicas, on port {store.port}; Ctrl-C ends it", flush=True)
     told_to_end.wait()
     return 0

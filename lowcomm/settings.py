@@ -108,9 +108,11 @@ def _coerce(kind: Any, value: Any, where: str) -> Any:
         return value
     if isinstance(value, bool):
         raise ConfigError(f"{where} = {brief(value)} must be a number")
+    if kind is int and type(value) is int:
+        return value  # as a float, it might be another one
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ConfigError(f"{where} = {brief(value)} must be a number") from None
     if not math.isfinite(number):
         raise ConfigError(f"{where} = {brief(value)} must be finite")

@@ -116,10 +116,22 @@ def _told(config: RunConfig, folder: RunFolder, summary: dict[str, Any]) -> str:
     )
 
 
-def _jobs(args: argparse.Namespace) -> list[tuple[RunConfig, RunFolder, Path]]:
-    """Return (configuration, folder, corpus) of everything that a command line asks for."""
+#: What is to be trained: its configuration, folder and corpus, and whether it replaces what is there (`--again`).
+_Job = tuple[RunConfig, RunFolder, Path, bool]
+#: What is said of one replica of those that come and go, beside its store.
+_OF_A_SLOT = ("slot", "host", "quorum", "grace", "silence", "timeout")
+
+
+def _said(args: argparse.Namespace) -> list[str]:
+    """Return the options that a command line names."""
+    default = _parser().get_default
+    return [f"--{name}" for name, value in vars(args).items() if name != "run" and value != default(name)]
+
+
+def _jobs(args: argparse.Namespace) -> list[_Job]:
+    """Return everything that a command line asks for."""
     if args.jobs:
-        jobs = [job for words in _read_jobs(args.jobs) for job in _points(_parser().parse_args(words))]
+        jobs = [job for words in _read_jobs(args.jobs) for job in _points(_job(args.jobs, words))]
     else:
         jobs = _points(args)
     if len({(config.comm.backend, config.comm.timeout_s) for config, *_ in jobs}) > 1:
@@ -127,17 +139,29 @@ def _jobs(args: argparse.Namespace) -> list[tuple[RunConfig, RunFolder, Path]]:
     return jobs
 
 
+def _job(path: Path, words: list[str]) -> argparse.Namespace:
+    """Return what a file's job is told. Raises ConfigError where it names no run, or asks for what is no training."""
+    job = _parser().parse_args(words)
+    foreign = {"--list", "--jobs", "--store", *(f"--{name}" for name in _OF_A_SLOT)}
+    if job.run is None or foreign.intersection(_said(job)):
+        raise ConfigError(
+            f"{path}: a job names a run and none of {', '.join(sorted(foreign))}, got {' '.join(words)!r}"
+        )
+    return job
+
+
 def _read_jobs(path: Path) -> list[list[str]]:
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} must be a JSON list of lists of words: {error}") from None
-    if not isinstance(found, list) or not all(isinstance(words, list) for words in found):
+    lists = isinstance(found, list) and all(isinstance(words, list) for words in found)
+    if not lists or not all(isinstance(word, str) for words in found for word in words):
         raise ConfigError(f"{path} must be a JSON list of lists of words, got {str(found)[:50]}")
     return found
 
 
-def _points(args: argparse.Namespace) -> list[tuple[RunConfig, RunFolder, Path]]:
+def _points(args: argparse.Namespace) -> list[_Job]:
     """Return what `_jobs` does, of a command line that names one run."""
     project, override = Project.find(args.project), overrides(args.set)
     if args.all:
@@ -160,7 +184,8 @@ def _points(args: argparse.Namespace) -> list[tuple[RunConfig, RunFolder, Path]]
         if args.all and not args.again and folder.is_complete(config.to_dict(), _SOURCE):
             log.info("%s is complete", folder.out)
         else:
-            jobs.append((config, folder, args.data or project.data_dir(config.data.corpus, config.scale)))
+            data = args.data or project.data_dir(config.data.corpus, config.scale)
+            jobs.append((config, folder, data, args.again))
     return jobs
 
 
@@ -196,6 +221,7 @@ def _parser() -> argparse.ArgumentParser:
         "--store", metavar="HOST:PORT", help="train one replica of those that come and go, by its store"
     )
     parser.add_argument("--slot", type=int, help="with --store: which replica, from 0")
+    parser.add_argument("--host", help="with --store: this machine's address, for the others (default: found out)")
     parser.add_argument("--quorum", type=int, help="with --store: replicas that a round needs (default: half)")
     parser.add_argument("--grace", type=float, metavar="SECONDS", help="with --store: wait so long for those not ready")
     parser.add_argument("--silence", type=float, metavar="SECONDS", help="with --store: wait so long for a sign of one")
@@ -218,6 +244,10 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--store and --slot are said together")
     if args.store is not None and (args.all or args.jobs):
         parser.error("--store is for one replica of one run: --all and --jobs mean nothing with it")
+    if args.store is None and (left := [f"--{name}" for name in _OF_A_SLOT if getattr(args, name) is not None]):
+        parser.error(f"{', '.join(left)}: this means nothing without --store")
+    if args.jobs and (left := [said for said in _said(args) if said != "--jobs"]):
+        parser.error(f"{', '.join(left)}: this means nothing beside --jobs, whose file has it for each run")
     with stopping_on_signals():
         if args.store is None:
             _train_all(args)
@@ -234,7 +264,7 @@ def _train_slot(args: argparse.Namespace) -> None:
 
     own: World | None = None
     try:
-        ((config, folder, data),) = _points(args)
+        ((config, folder, data, again),) = _points(args)
         own = world(replicas=1, stages=config.stages, comm=config.comm)
         said = {"grace_s": args.grace, "silence_s": args.silence, "timeout_s": args.timeout}
         rules = Rules(**{name: value for name, value in said.items() if value is not None})
@@ -247,9 +277,10 @@ def _train_slot(args: argparse.Namespace) -> None:
             folder,
             rules=rules,
             quorum=args.quorum,
+            host=args.host,
             own=own,
             on_row=Progress(config),
-            again=args.again,
+            again=again,
         )
         if own.rank == 0:
             print(_told(config, folder, summary), flush=True)
@@ -276,18 +307,18 @@ def _train_all(args: argparse.Namespace) -> None:
     world: World | None = None
     try:
         processes = "TORCHELASTIC_RUN_ID" in os.environ or "RANK" in os.environ
-        for config, folder, data in _jobs(args):
+        for config, folder, data, again in _jobs(args):
             progress = Progress(config)
             if processes:
                 transport = None if world is None else world.transport
                 world = world_from_torchrun(
                     replicas=config.replicas, stages=config.stages, comm=config.comm, transport=transport
                 )
-                summary = train(config, world, data, folder, on_row=progress, again=args.again)
+                summary = train(config, world, data, folder, on_row=progress, again=again)
                 stop = stop_between_runs(world)
                 world.leave()
             else:
-                summary = train_in_threads(config, data, folder, on_row=progress, again=args.again)
+                summary = train_in_threads(config, data, folder, on_row=progress, again=again)
                 stop = requested.is_set()
             if not processes or world.rank == 0:
                 print(_told(config, folder, summary), flush=True)

@@ -24,7 +24,8 @@ import torch.distributed as dist
 from lowcomm.codecs import make_codec
 from lowcomm.comm import axis, processes
 from lowcomm.comm.config import CommConfig
-from lowcomm.comm.processes import PIECE_BYTES, PIECES_AHEAD
+from lowcomm.comm.notes import Notes
+from lowcomm.comm.processes import PIECE_BYTES, PIECES_AHEAD, elastic_store
 from lowcomm.comm.shares import encoded_mean_bytes, encoded_mean_in_shares, mean_bytes, ring_seconds, shares
 from lowcomm.comm.start import run_threads
 from lowcomm.comm.threads import ThreadHub, ThreadTransport
@@ -324,6 +325,18 @@ def test_the_first_machine_finds_its_interface_though_its_own_name_is_itself(mon
     assert processes._interface_towards("me", 29500) == name
     monkeypatch.setattr(processes, "_address_towards", lambda host, _: "127.0.1.1")
     assert processes._interface_towards("me", 29500) == ""
+
+
+def test_whoever_reaches_a_store_by_its_own_name_tells_others_an_address_that_they_reach(store: Notes) -> None:
+    """To 0.0.0.0 a machine goes by its loopback, as to its own name where that is 127.0.1.1."""
+    families = (socket.AF_INET, socket.AF_INET6)
+    ours = {a.address for addresses in psutil.net_if_addrs().values() for a in addresses if a.family in families}
+    assert processes._is_loopback(processes._address_towards("0.0.0.0", store.port))
+    here = elastic_store(f"0.0.0.0:{store.port}").here
+    if processes._is_loopback(here):
+        pytest.skip("this machine is on no network")
+    assert here in ours
+    assert elastic_store(f"127.0.0.1:{store.port}").here == "127.0.0.1"
 
 
 @pytest.mark.fault("the machine with torchrun's store freezes", "all ranks end after `comm.timeout_s`")

@@ -99,6 +99,16 @@ def _changed(path: str, value: Any) -> dict:
         ("runs/diloco_m2/seeds", [1 << 63], "seed must be below 9223372036854775808, got 9223372036854775808"),
         ("runs/diloco_m2/seeds", 3, "runs.diloco_m2.seeds = 3 must be a list"),
         ("runs/diloco_m2/corpus", "docstring", "no corpus named 'docstring'; did you mean 'docstrings'"),
+        ("runs/diloco_m2", None, "runs.diloco_m2 must be a mapping of settings, got None"),
+        ("runs/diloco_m2/sizes", ["diloco"], r"runs.diloco_m2.sizes = \['diloco'\] must be a name"),
+        ("runs/diloco_m2/size", ["base"], r"no size of \w+ named \['base'\]; did you mean 'base'"),
+        ("runs/diloco_m2/override", None, "runs.diloco_m2.override must be a mapping of settings, got None"),
+        ("runs/diloco_m2/override", {"train": None}, "runs.diloco_m2.override.train must be a mapping of settings"),
+        ("scales/smoke", None, "scales.smoke must be a mapping of settings, got None"),
+        ("scales/smoke", {}, "no family of sizes at the smoke scale named"),
+        ("scales/smoke/sizes", None, "scales.smoke.sizes must be a mapping of settings, got None"),
+        ("scales/smoke/model", None, "scales.smoke.model must be a mapping of settings, got None"),
+        ("methods/diloco", None, "methods.diloco must be a mapping of settings, got None"),
         ("methods/diloco/outer", "average", "method.outer = average exchanges the parameters themselves"),
         (
             "methods/diloco/exchange",
@@ -143,7 +153,15 @@ def test_merged_keys_may_be_named_again(tmp_path: Path) -> None:
     assert scales["d"] == scales["e"] == {"b": 3, "c": 2}
 
 
+@pytest.mark.parametrize("seed", [2**53 + 1, 2**63 - 1])
+def test_whole_numbers_are_kept_as_they_are(seed: int) -> None:
+    assert run_config("diloco_m2", scale="smoke", seed=seed).seed == seed
+    assert run_config("diloco_m2", scale="smoke", params=_changed("runs/diloco_m2/seeds", [seed])).seed == seed
+
+
 def test_a_value_of_any_size_is_refused_in_a_line() -> None:
+    with pytest.raises(ConfigError, match="train.lr = 1000.*000 must be a number"):
+        run_config("diloco_m2", scale="smoke", train={"lr": 10**400})
     bomb: Any = "x"
     for _ in range(40):
         bomb = [bomb] * 10
@@ -212,6 +230,25 @@ def test_arguments_are_not_settings() -> None:
         overrides(["seed=1"])
     with pytest.raises(ConfigError, match="--set train.steps=1: train has been set to 5 already"):
         overrides(["train=5", "train.steps=1"])
+
+
+@pytest.mark.parametrize(
+    ("pair", "message"),
+    [
+        ("method.fragment_patterns=[*.mlp.*]", "the value is not YAML .a text that begins with . wants quotes"),
+        ("model=5", "diloco_m2.model must be a mapping of settings, got 5"),
+        ("model=", "diloco_m2.model must be a mapping of settings, got None"),
+        ("model.preset=[1]", r"no preset named \[1\]"),
+        ("params.x=1", "--set params.x=1: no section or setting is named 'params'"),
+        ("run.x=1", "--set run.x=1: no section or setting is named 'run'"),
+        ("scale.x=1", "--set scale.x=1: no section or setting is named 'scale'"),
+        ("trian.steps=1", "named 'trian'; did you mean 'train'"),
+    ],
+)
+def test_what_cannot_be_set_is_refused_in_a_line(pair: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        run_config("diloco_m2", scale="smoke", **overrides([pair]))
+    assert "\n" not in str(error.value)
 
 
 def test_identity_leaves_out_the_wire() -> None:

@@ -240,6 +240,17 @@ def test_a_missing_corpus_is_named(corpus: CorpusConfig, message: str, tmp_path:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.fault("a later file of a corpus is damaged", "named, when the reading comes to it")
+def test_a_damaged_file_among_others_is_named(tmp_path: Path) -> None:
+    (tmp_path / "0.json").write_text('{"text": "one"}\n')
+    (tmp_path / "1.json").write_text('{"text": "two')
+    found = documents(CorpusConfig("json", str(tmp_path)), tmp_path)
+    assert next(found) == "one"
+    with pytest.raises(ConfigError, match="corpus .* cannot be read: ") as error:
+        list(found)
+    assert "\n" not in str(error.value)
+
+
 def test_an_empty_corpus_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps({"text": ""}))
     with pytest.raises(ConfigError, match="'x' gave no train documents .* missing, empty or too small"):
@@ -277,7 +288,7 @@ def test_a_damaged_or_missing_shard_is_named(corpus: Path, tmp_path: Path) -> No
 def test_a_changed_or_missing_tokenizer_is_named(corpus: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(corpus, tmp_path / "copy")
     (folder / "tokenizer.model").write_bytes(b"another")
-    with pytest.raises(ConfigError, match=r"tokenizer\.model is not the one of its card: prepare the corpus again"):
+    with pytest.raises(ConfigError, match=r"tokenizer\.model has checksum .* again \(lowcomm prepare copy --scale"):
         TokenData(folder, seq_len=16, global_batch=4, seed=0)
     (folder / "tokenizer.model").unlink()
     with pytest.raises(ConfigError, match=r"tokenizer\.model is gone: prepare the corpus again"):
@@ -337,7 +348,7 @@ def test_an_interrupted_preparation_starts_over(tmp_path: Path, monkeypatch: pyt
     TokenData(tmp_path / "out", seq_len=32, global_batch=4, seed=0)
 
 
-def test_a_projects_corpus_is_prepared_where_it_is_missing_or_another(
+def test_a_projects_corpus_is_prepared_where_it_is_missing_or_another_or_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     """Its local path begins at the project's folder, wherever one works."""
@@ -361,6 +372,14 @@ def test_a_projects_corpus_is_prepared_where_it_is_missing_or_another(
     project.prepared("lines")
     assert "was prepared with other settings; preparing it again" in capsys.readouterr().out
     assert json.loads((folder / "card.json").read_text())["settings"]["validation_percent"] == 20
+    whole = {path.name: path.read_bytes() for path in folder.iterdir()}
+    for name in ("card.json", "tokenizer.model", "train-00000.bin"):
+        (folder / name).write_bytes(b"damaged")
+        project.prepared("lines")
+        said = capsys.readouterr().out
+        assert name in said
+        assert "(lowcomm prepare lines --scale smoke)" in said
+        assert {path.name: path.read_bytes() for path in folder.iterdir()} == whole
 
 
 def test_an_unwritable_folder_is_named(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +21,19 @@ from safetensors.torch import load_file
 
 from lowcomm import ConfigError, elastic_store
 from lowcomm.comm.elastic import SharedLog
-from lowcomm.comm.membership import Entry, Join, Roll, Rules
+from lowcomm.comm.membership import Close, Done, Entry, Join, Lost, Ready, Roll, Rules
 from lowcomm.comm.notes import Notes
 from lowcomm.comm.start import run_threads
 from lowcomm.comm.world import World
+from lowcomm.experiment import stop
 from lowcomm.experiment.config import RunConfig
 from lowcomm.experiment.elastic import train_elastic
 from lowcomm.experiment.run_folder import read_metrics
 from lowcomm.experiment.train import train_in_threads
-from lowcomm.experiment.trainer import is_due
+from lowcomm.experiment.trainer import Trainer, is_due
 from pipelines.launch import torchrun_command
 from tests.conftest import command_line, small_run
-from tests.harness import Group, clean_environment, command, in_threads
+from tests.harness import Crash, Group, clean_environment, command, in_threads
 
 PATIENT = Rules(timeout_s=10.0, grace_s=8.0)
 
@@ -44,6 +45,18 @@ def in_slots(config: RunConfig, store: Notes, corpus: Path, folder: Path) -> lis
         return train_elastic(config, elastic_store(f"127.0.0.1:{store.port}"), slot, corpus, folder, rules=PATIENT)
 
     return in_threads(*(lambda slot=slot: one(slot) for slot in range(config.replicas)))
+
+
+def pipeline(
+    slot: int, config: RunConfig, store: Notes, corpus: Path, folder: Path, rules: Rules = PATIENT
+) -> list[dict[str, Any]]:
+    """Train a slot in a thread for each of its stages; returns their summaries."""
+
+    def stage(own: World) -> dict[str, Any]:
+        notes = elastic_store(f"127.0.0.1:{store.port}")
+        return train_elastic(config, notes, slot, corpus, folder, rules=rules, own=own)
+
+    return run_threads(stage, replicas=1, stages=config.stages)
 
 
 def test_what_is_done_every_so_many_steps_is_done_where_some_are_skipped() -> None:
@@ -212,15 +225,8 @@ def test_without_faults_a_run_of_pipelines_is_the_same_bit_for_bit(
 ) -> None:
     config = small_run(stages=2, train={"accumulation": 2}, method={"boundary": boundary})
     train_in_threads(config, corpus, tmp_path / "whole")
-
-    def slot(number: int) -> list[dict[str, Any]]:
-        def stage(own: World) -> dict[str, Any]:
-            notes = elastic_store(f"127.0.0.1:{store.port}")
-            return train_elastic(config, notes, number, corpus, tmp_path / "run", rules=PATIENT, own=own)
-
-        return run_threads(stage, replicas=1, stages=2)
-
-    summaries = [stages[0] for stages in in_threads(lambda: slot(0), lambda: slot(1))]
+    where = config, store, corpus, tmp_path / "run"
+    summaries = [stages[0] for stages in in_threads(lambda: pipeline(0, *where), lambda: pipeline(1, *where))]
     weights = load_file(tmp_path / "whole/model.safetensors")
     for number, summary in enumerate(summaries):
         own = load_file(tmp_path / f"run/slot-{number:03d}/model.safetensors")
@@ -262,6 +268,80 @@ def test_a_pipeline_leaves_as_a_whole_and_comes_back(store: Notes, corpus: Path,
     assert all(torch.equal(first[name], value) for name, value in second.items())
     each = config.local_batch * config.train.seq_len
     _counted_as_in_rounds(summaries[0], 4, each)
+
+
+def entries(port: int) -> Iterator[Entry]:
+    """Follow the log of a store."""
+    log, until = SharedLog(elastic_store(f"127.0.0.1:{port}")), time.monotonic() + 60
+    for index in itertools.count():
+        while (entry := log.read(index)) is None:
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        yield entry
+
+
+def stopped_when(port: int, seen: Callable[[Entry], bool], run: Callable[[], Any]) -> Any:
+    """Ask a run to stop as soon as an entry is in the log, while it waits for others; returns what the run does."""
+
+    def ask() -> None:
+        next(entry for entry in entries(port) if seen(entry))
+        stop.requested.set()
+
+    try:
+        return in_threads(run, ask)[0]
+    finally:
+        stop.requested.clear()
+
+
+@pytest.mark.fault(
+    "a replica is told to stop (SIGTERM) while it waits for others in a round", "it keeps what it has, and comes back"
+)
+def test_one_that_waits_in_a_round_stops_when_told(store: Notes, corpus: Path, tmp_path: Path) -> None:
+    where = small_run(stages=2, train={"accumulation": 2}), store, corpus, tmp_path / "run"
+    patient = Rules(timeout_s=60.0, grace_s=60.0)
+    told = stopped_when(store.port, lambda entry: isinstance(entry, Ready), lambda: pipeline(0, *where, patient))
+    assert told == [{"complete": False, "step": 4}] * 2
+    assert (tmp_path / "run/slot-000/checkpoints/step-00000004").exists()
+    slots = in_threads(lambda: pipeline(0, *where), lambda: pipeline(1, *where))
+    assert [summary["participation"] for stages in slots for summary in stages] == [1] * 4
+
+
+@pytest.mark.fault("a replica is told to stop (SIGTERM) while it joins", "it ends, as it came")
+def test_one_that_waits_to_join_stops_when_told(store: Notes, corpus: Path, tmp_path: Path) -> None:
+    """The only one who has the latest round is not to be reached."""
+    log = SharedLog(store)
+    for entry in (Join("1.gone", 1, 0), Ready("1.gone", 0, 8), Close(0, 0), Done("1.gone", 0, 1)):
+        log.append(entry)
+
+    def alone() -> dict[str, Any]:
+        return train_elastic(small_run(), store, 0, corpus, tmp_path / "run", rules=PATIENT)
+
+    told = stopped_when(store.port, lambda entry: isinstance(entry, Lost) and entry.who == "1.gone", alone)
+    assert told == {"complete": False, "step": 0}
+
+
+@pytest.mark.fault(
+    "the store of the membership is started anew, and a replica from its checkpoint",
+    "refused, by the checkpoint's name: its rounds are of the earlier store's log",
+)
+def test_a_checkpoint_of_another_stores_log_is_refused(store: Notes, corpus: Path, tmp_path: Path) -> None:
+    config = small_run(replicas=1, checkpoint={"every_steps": 4})
+
+    def crash(trainer: Trainer, row: dict[str, Any]) -> None:
+        if row["step"] == 6:
+            trainer.world.ledger.bill("stage", "activations", 6, 10)
+            trainer.engine.elastic.ledger.bill("replica", "state", 6, 20)
+        if row["step"] == 10:
+            raise Crash
+
+    with pytest.raises(Crash):
+        train_elastic(config, store, 0, corpus, tmp_path / "run", on_row=crash)
+    other = elastic_store("127.0.0.1:0", hosts=True)
+    with pytest.raises(ConfigError, match=r"checkpoint of step 8 in .*/slot-000/checkpoints .* another store's log"):
+        train_elastic(config, other, 0, corpus, tmp_path / "run")
+    summary = train_elastic(config, store, 0, corpus, tmp_path / "run")
+    assert summary["complete"]
+    assert summary["sent_bytes"] == {"replica/state": 20, "stage/activations": 10}
 
 
 @pytest.mark.parametrize(

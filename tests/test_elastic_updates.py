@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lowcomm import CommError, ConfigError, LocalUpdates, elastic_store, run_threads, slice_parameters
+from lowcomm.__main__ import main
 from lowcomm.comm.elastic import Frame, SharedLog
 from lowcomm.comm.membership import Lost, Roll, Rules
 from lowcomm.comm.notes import Notes
@@ -186,13 +187,14 @@ def test_without_faults_pipelines_are_local_updates_bit_for_bit(method: str, rep
     assert not torch.equal(ranks[0][-1], ranks[2][-1])
 
 
-def test_stages_that_would_take_turns_apart_are_refused(replica: Callable) -> None:
+def test_stages_that_would_take_turns_apart_are_refused(store: Notes, replica: Callable) -> None:
     def one(own: World) -> None:
         net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3 - own.stage)))
         replica(0, "streaming", model=net, world=own)
 
     with pytest.raises(ConfigError, match="after the same steps, but stage 1 has 2 fragments and the first 3"):
         run_threads(one, replicas=1, stages=2)
+    assert store.read("elastic/settings/0") is None
 
 
 @pytest.mark.fault(
@@ -312,6 +314,31 @@ def test_one_that_has_missed_a_round_comes_to_where_the_others_are(offload: bool
     for sync in found:
         assert sync.elastic.roll.rounds[-1].slots == (0, 1, 2)
         assert torch.equal(sync.fragments[0].agreed, found[0].fragments[0].agreed)
+
+
+@pytest.mark.fault("a replica misses a round as it finishes", "it takes the inner steps that are left, then finishes")
+def test_one_that_misses_a_round_as_it_finishes_trains_on(replica: Callable) -> None:
+    net, sync = replica(0, "decoupled", slots=1, quorum=1, overlap_steps=2)
+    trained(net, sync, until=23)
+    meet, catch_up, donor = sync.elastic.meet, sync.elastic.catch_up, sync._serve(0)[1]
+
+    def caught_up() -> tuple[int, int]:
+        sync._load(donor)
+        return catch_up()
+
+    sync.elastic.meet, sync.elastic.catch_up = lambda *args: None, caught_up
+    trained(net, sync, until=24)  # where a message is sent that is due after the last step, and nobody hears it
+    optimizer = torch.optim.SGD(net.trained, lr=0.05)
+    train_step(net, optimizer, batch(0, sync.tokens_read))
+    sync.step()
+    assert not sync.is_training
+    sync.finish()
+    assert (sync.missed, sync.steps_done, sync.tokens_read) == (1, 21, 21)
+    sync.elastic.meet, sync.elastic.catch_up = meet, catch_up
+    assert trained(net, sync) == [21, 22, 23, 24]
+    assert not sync.is_training
+    told = [(r["step"], r["tokens"]) for r in sync.told()]
+    assert told[-3:] == [(24, (3,)), (25, (1,)), (25, (0,))]
 
 
 @pytest.mark.parametrize("offload", [False, True])
@@ -457,7 +484,7 @@ def test_a_donor_whose_training_stands_still_gives_what_is_agreed_and_not_applie
 ) -> None:
     """Two have met and not come to the step at which they apply it: whoever joins meanwhile has it of them, at once."""
     rules = Rules(timeout_s=2.0, grace_s=0.5)
-    met, back = threading.Semaphore(0), threading.Event()
+    met, back, billed = threading.Semaphore(0), threading.Event(), []
     log = SharedLog(elastic_store(f"127.0.0.1:{store.port}"))
 
     def stays(slot: int) -> ElasticUpdates:
@@ -465,6 +492,7 @@ def test_a_donor_whose_training_stands_still_gives_what_is_agreed_and_not_applie
         trained(net, sync, until=6)  # where a round is sent that is applied a step later
         met.release()
         assert back.wait(60)
+        billed.append(sync.elastic.ledger.total("replica", "state"))
         trained(net, sync)
         return sync
 
@@ -482,6 +510,8 @@ def test_a_donor_whose_training_stands_still_gives_what_is_agreed_and_not_applie
         return sync
 
     in_threads(lambda: stays(0), lambda: stays(1), comes_late)
+    state = 2 * 4 * sum(p.numel() for p in Net().parameters())  # parameters and momentum
+    assert sum(billed) > state  # and a header
     index = 0
     while (entry := log.read(index)) is not None:
         assert not isinstance(entry, Lost)
@@ -532,11 +562,14 @@ def test_replicas_that_were_started_differently_are_refused(replica: Callable) -
         ),
         ({"overlap_steps": 3}, "method.overlap_steps = 3 is no less than the 3 steps between two turns"),
         ({"slot": 3}, "slot 3 and a quorum of 2 do not go with 3 slots"),
+        ({"quorum": 0}, "slot 0 and a quorum of 0 do not go with 3 slots"),
+        ({"quorum": 4}, "slot 0 and a quorum of 4 do not go with 3 slots"),
     ],
 )
-def test_what_does_not_go_together_is_refused(settings: dict, message: str, replica: Callable) -> None:
+def test_what_does_not_go_together_is_refused(settings: dict, message: str, store: Notes, replica: Callable) -> None:
     with pytest.raises(ConfigError, match=message):
         replica(settings.pop("slot", 0), "streaming", **settings)
+    assert store.read("elastic/settings/0") is None  # nobody else is held to it
 
 
 @pytest.mark.fault("no quorum comes together", "the replica ends after `alone_s` and says why")
@@ -582,6 +615,34 @@ def test_what_is_no_store_is_named() -> None:
             elastic_store(address)
     with pytest.raises(CommError, match="no store of elastic replicas at 127.0.0.1:1: .*lowcomm store 1 starts one"):
         elastic_store("127.0.0.1:1", timeout_s=0.5)
+
+
+def test_a_store_may_have_an_ipv6_address() -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this machine knows no IPv6")
+    notes = elastic_store("[::1]:0", hosts=True)
+    other = elastic_store(f"[::1]:{notes.port}")
+    sync = ElasticUpdates(Net(), other, slot=0, slots=1, steps=4, sync_every_steps=4)
+    assert sync.elastic.messenger.address[0] == "::1"
+    sync.join()
+    sync.close()
+
+
+@pytest.mark.fault("an address (--host) that the machine does not have", "refused by that address")
+def test_an_address_of_another_machine_is_refused(store: Notes) -> None:
+    for host in ("203.0.113.7", "no.such.name.invalid"):
+        with pytest.raises(ConfigError, match=f"host = {host} is no address of this machine that others could reach"):
+            ElasticUpdates(Net(), store, slot=0, slots=1, steps=4, sync_every_steps=4, host=host)
+
+
+@pytest.mark.fault("`lowcomm store` at a port that is in use", "one line with the port and the reason")
+def test_a_port_in_use_is_named(store: Notes, capsys: pytest.CaptureFixture) -> None:
+    assert main(["store", str(store.port)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"no store of elastic replicas can be kept on port {store.port}: ")
+    assert said.count("\n") == 1
 
 
 def test_the_command_keeps_a_store() -> None:

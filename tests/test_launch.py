@@ -11,11 +11,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import psutil
 import pytest
 
+from lowcomm import train as training
 from lowcomm.experiment.config import RunConfig
 from lowcomm.experiment.project import overrides
 from lowcomm.experiment.run_folder import RunFolder
@@ -402,6 +404,40 @@ def test_the_command_line_refuses_what_contradicts_all(corpus: Path, tmp_path: P
     jobs = tmp_path / "jobs.json"
     jobs.write_text('["overtraining_streaming"]')
     assert "jobs.json must be a JSON list of lists of words" in told("--jobs", str(jobs))
+
+
+def test_each_job_of_a_file_says_whether_it_replaces_what_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[int, bool]] = []
+
+    def trains(config: RunConfig, *_: Any, again: bool, **__: Any) -> dict[str, Any]:
+        told.append((config.seed, again))
+        return {"complete": False, "step": 1}
+
+    monkeypatch.setattr(training, "train_in_threads", trains)
+    jobs, words = tmp_path / "jobs.json", ["diloco_m2", "--scale", "smoke"]
+    jobs.write_text(json.dumps([[*words, "--seed", "3", "--again"], [*words, "--seed", "4"]]))
+    assert training.main(["--jobs", str(jobs)]) == 0
+    assert told == [(3, True), (4, False)]
+    jobs.write_text(json.dumps([[*words, "--slot", "0"]]))
+    with pytest.raises(ConfigError, match=r"jobs.json: a job names a run and none of .*--slot.*, got 'diloco_m2 "):
+        training._jobs(training._parser().parse_args(["--jobs", str(jobs)]))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("diloco_m2 --quorum 0 --grace 1", "--quorum, --grace: this means nothing without --store"),
+        ("diloco_m2 --host 10.0.0.1", "--host: this means nothing without --store"),
+        ("--jobs jobs.json --seed 0 --again", "--again, --seed: this means nothing beside --jobs"),
+        ("--jobs jobs.json --set train.steps=3 --out a", "--out, --set: this means nothing beside --jobs"),
+    ],
+)
+def test_options_that_would_be_ignored_are_refused(words: str, message: str, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit):
+        training.main(words.split())
+    assert message in capsys.readouterr().err
 
 
 def test_the_tail_gives_whole_lines_once(tmp_path: Path) -> None:

@@ -22,9 +22,10 @@ from lowcomm.comm.start import run_threads
 from lowcomm.comm.world import World
 from lowcomm.experiment import stop
 from lowcomm.experiment.batches import TokenData
+from lowcomm.experiment.checkpoint import Checkpoints
 from lowcomm.experiment.config import RunConfig
 from lowcomm.experiment.inner import learning_rate
-from lowcomm.experiment.run_folder import RunFolder, read_metrics
+from lowcomm.experiment.run_folder import Metrics, RunFolder, read_metrics, recorded_steps
 from lowcomm.experiment.source import sha256, source_digest
 from lowcomm.experiment.train import train, train_in_threads
 from lowcomm.experiment.trainer import Trainer, initial_model, saved_model
@@ -317,6 +318,35 @@ def test_checkpoints_hold_no_pickles_and_only_the_last_are_kept(corpus: Path, tm
     folder = tmp_path / "run" / "checkpoints"
     assert sorted(p.name for p in folder.iterdir()) == ["step-00000006", "step-00000009"]
     assert {p.suffix for p in folder.rglob("*") if p.is_file()} == {".safetensors", ".json"}
+
+
+def test_checkpoints_of_steps_that_a_run_has_gone_back_behind_are_not_kept(tmp_path: Path) -> None:
+    def saved(world: World) -> list[int]:
+        checkpoints = Checkpoints(tmp_path / "checkpoints", world)
+        for step in (36, 40, 32, 34, 36):
+            checkpoints.save(step, {"x": torch.tensor(step)}, {}, {})
+        return checkpoints.steps()
+
+    assert run_threads(saved, replicas=1) == [[34, 36]]
+
+
+@pytest.mark.fault("a run is killed while it puts its metrics back to a checkpoint", "the rows up to there are kept")
+def test_rows_are_put_back_without_being_written_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "rank-000.jsonl"
+    path.write_text("".join(f'{{"step": {step}}}\n' for step in range(1, 6)) + '{"step": 6')
+
+    def killed(path: Path, text: str) -> None:
+        path.open("w").close()
+        raise Crash
+
+    monkeypatch.setattr(Path, "write_text", killed)
+    for resumed_at, left in ((None, 5), (3, 3), (0, 0)):
+        metrics = Metrics(path, resumed_at)
+        assert recorded_steps(path) == left
+        metrics.add({"step": left + 1})
+        metrics.write()
+        metrics.close()
+        assert recorded_steps(path) == left + 1
 
 
 @pytest.mark.fault("a folder that cannot be written", "named at the start")

@@ -202,12 +202,14 @@ class Messenger:
 
     Args:
         who: this replica.
-        host: the interface to listen on.
+        host: the address to listen on.
         timeout_s: how many seconds a connection may take to be made, and its other end may leave bytes untaken.
         address_of: (host, port) of a replica; None where it is not known.
         serve: answers a request for the agreed state of a version or a later one: bytes; None where it has none.
 
     Attributes: `moved`, when a payload's bytes last left or came, by the monotonic clock.
+
+    Raises ConfigError where `host` is no address of this machine.
     """
 
     def __init__(
@@ -231,7 +233,11 @@ class Messenger:
         self._from: set[socket.socket] = set()
         self._lock = threading.Lock()
         self._closed = False
-        self._listener = socket.create_server((host, 0))
+        try:
+            family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+            self._listener = socket.create_server((host, 0), family=family)
+        except OSError as error:
+            raise ConfigError(f"host = {host} is no address of this machine that others could reach: {error}") from None
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         threading.Thread(target=self._accept, name="accept", daemon=True).start()
 
@@ -483,6 +489,12 @@ class _Attempt:
         return taken
 
 
+def check_place(slot: int, slots: int, quorum: int) -> None:
+    """Raise ConfigError where there is no such slot, or no round can have that many members."""
+    if not 0 <= slot < slots or not 1 <= quorum <= slots:
+        raise ConfigError(f"slot {slot} and a quorum of {quorum} do not go with {slots} slots")
+
+
 class Elastic:
     """One replica among those that come and go.
 
@@ -499,7 +511,7 @@ class Elastic:
         stage, stages: where a replica is a pipeline: which stage this is, and of how many. All of them have the same
             `who` and do everything here together, the same calls in the same order, and get the same results.
 
-    Attributes: `roll`, `ledger`, `step`, to which the ledger bills.
+    Attributes: `roll`; `ledger` of what it sends, states that it gives included; `step`, to which the ledger bills.
     """
 
     def __init__(
@@ -518,8 +530,7 @@ class Elastic:
         stage: int = 0,
         stages: int = 1,
     ):
-        if not 0 <= slot < slots or not 1 <= quorum <= slots:
-            raise ConfigError(f"slot {slot} and a quorum of {quorum} do not go with {slots} slots")
+        check_place(slot, slots, quorum)
         self.rules = rules or Rules()
         self.notes, self.log = notes, SharedLog(notes)
         self._reading = threading.Lock()
@@ -532,15 +543,17 @@ class Elastic:
         self._means: tuple[tuple[str, ...], list[Tensor]] | None = None
         self._given = b""  # the state that a donor has sent, until it is loaded
 
-        def packed(wanted: int) -> bytes | None:
+        def given(wanted: int) -> bytes | None:
             if (found := serve(wanted)) is None:
                 return None
             version, state = found
-            return struct.pack("!q", version) + state
+            packed = struct.pack("!q", version) + state
+            self.ledger.bill("replica", "state", self.step, len(packed))
+            return packed
 
         name, address = self.name_of(who), host or notes.here
         self.messenger = Messenger(
-            name, host=address, timeout_s=self.rules.silence_s, address_of=self._address_of, serve=packed
+            name, host=address, timeout_s=self.rules.silence_s, address_of=self._address_of, serve=given
         )
 
         def heard(other: str) -> float:
@@ -548,9 +561,7 @@ class Elastic:
 
         self.member = Member(who, slot, self.roll, time.monotonic, self.rules, heard)
         self._names = [self.name_of(who, s) for s in range(stages)]
-        self._stages = Stages(
-            self.messenger, self._names, stage, within_s=self.rules.timeout_s, go_on=lambda: not self._closed
-        )
+        self._stages = Stages(self.messenger, self._names, stage, within_s=self.rules.timeout_s, go_on=self._stays)
         self._under_way: Exchange | None = None
         self._left = threading.Event()
         threading.Thread(target=self._beat, name="beat", daemon=True).start()
@@ -636,7 +647,7 @@ class Elastic:
         until, roll = time.monotonic() + self.rules.timeout_s, self.roll
 
         def led() -> None:
-            while time.monotonic() < until:
+            while time.monotonic() < until and not self._closed:
                 if self.read() and all(roll.version.get(roll.holder.get(s)) == roll.latest for s in range(roll.slots)):
                     return
                 time.sleep(_LOOK_S)
@@ -660,6 +671,9 @@ class Elastic:
         """End all connections, without a word."""
         self._left.set()
         self.messenger.close()
+
+    def _stays(self) -> bool:
+        return not self._closed
 
     def is_at(self, request: Exchange) -> bool:
         """Tell whether an attempt is still under way, as far as the log can be read."""
@@ -801,7 +815,7 @@ class Elastic:
         except NoAnswer:
             return None
         try:
-            raw = self.messenger.take(name, "state", key, within_s=self.rules.timeout_s, go_on=lambda: True)
+            raw = self.messenger.take(name, "state", key, within_s=self.rules.timeout_s, go_on=self._stays)
         except NoAnswer:
             return NO_ANSWER
         (version,) = struct.unpack("!q", raw[:8])

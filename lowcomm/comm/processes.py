@@ -40,11 +40,13 @@ def elastic_store(address: str, *, hosts: bool = False, timeout_s: float = 30.0)
     Args:
         address: "host:port" of the store, on a machine that stays (`lowcomm store PORT` there keeps one).
         hosts: keep the store in this process, with which it ends; port 0 is any that is free.
-        timeout_s: how long the store is waited for when it is asked.
+        timeout_s: how long a connection to the store may take to be made, in seconds. An answer is waited for as long,
+            but for no more than five seconds.
 
-    Raises ConfigError for what is no address, CommError where there is no store.
+    Raises ConfigError for what is no address, or no port that is free to keep one, and CommError where there is none.
     """
     host, colon, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")  # of an IPv6 address
     if not colon or not port.isdecimal() or int(port) >= 1 << 16:
         raise ConfigError(f"{address!r} is no address of a store: HOST:PORT is wanted, as head:29400")
 
@@ -56,13 +58,15 @@ def elastic_store(address: str, *, hosts: bool = False, timeout_s: float = 30.0)
         found = connected(int(port), hosts=hosts, timeout_s=timeout_s)
     except RuntimeError as error:
         why = str(error).splitlines()[0]
+        if hosts:
+            raise ConfigError(f"no store of elastic replicas can be kept on port {port}: {why}") from None
         raise CommError(f"no store of elastic replicas at {address}: {why} (lowcomm store {port} starts one)") from None
     within_s = min(timeout_s, _ANSWERED_WITHIN_S)
     return Notes(
         found,
         within_s,
         port=found.port,
-        here=_address_towards(host, found.port),
+        here=host if _is_loopback(host) else _address_for_others(host, found.port),
         connect=None if hosts else lambda: connected(found.port, hosts=False, timeout_s=within_s),
     )
 
@@ -75,14 +79,27 @@ def _address_towards(host: str, port: int) -> str:
         return probe.getsockname()[0]
 
 
+def _is_loopback(address: str) -> bool:
+    return address in ("localhost", "::1") or address.startswith("127.")
+
+
+def _address_for_others(host: str, port: int) -> str:
+    """This machine's address towards another, by which others reach it too; one of the loopback where there is none.
+
+    A machine's own name may stand for its loopback, as Debian has it; then it is the address on the way to anywhere.
+    """
+    address = "127.0.0.1"
+    for there in (host, "192.0.2.1", "2001:db8::1"):
+        with contextlib.suppress(OSError):
+            if _is_loopback(address):
+                address = _address_towards(there, port)
+    return address
+
+
 def _interface_towards(host: str, port: int) -> str:
     """The name of the interface that has this machine's address towards another; "" where it cannot be found out."""
-    ask, address = 0x8915, "127.0.0.1"  # SIOCGIFADDR, as Linux has it
-    for there in (host, "192.0.2.1"):  # where the name is this machine's own, the way to anywhere else
-        with contextlib.suppress(OSError):
-            if address.startswith("127."):
-                address = _address_towards(there, port)
-    if address.startswith("127."):
+    ask, address = 0x8915, _address_for_others(host, port)  # SIOCGIFADDR, as Linux has it
+    if _is_loopback(address):
         return ""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():

@@ -99,7 +99,7 @@ class Transport(Protocol):
         """Leave a short note that every rank can read, also while others compute."""
 
     def read(self, key: str) -> str | None:
-        """A note, or None; never blocks."""
+        """A note; None where there is none, or where what keeps notes does not answer in a few seconds."""
 
     def abort(self, reason: str) -> None:
         """Tell all ranks why this one gives up."""

@@ -36,10 +36,14 @@ def differences(card: dict[str, Any], section: str, wanted: CorpusConfig | DataC
     return {key: (there.get(key), value) for key, value in asked.items() if there.get(key) != value}
 
 
+def _prepare(folder: Path) -> str:
+    """Return the command that prepares a corpus, or prepares it again where it is damaged."""
+    return f"lowcomm prepare {folder.name} --scale {folder.parent.name}"
+
+
 def read_card(folder: Path) -> dict[str, Any]:
     """The card of a prepared corpus. Raises ConfigError where there is none, or what it lacks to be one."""
     file = folder / "card.json"
-    prepare = f"lowcomm prepare {folder.name} --scale {folder.parent.name}"
     try:
         card = json.loads(file.read_text())
         shards = [shard for split in ("train", "validation") for shard in card["splits"][split]["shards"]]
@@ -48,11 +52,22 @@ def read_card(folder: Path) -> dict[str, Any]:
         if card["dtype"] not in ("<u2", "<u4"):
             raise ValueError(f"tokens of dtype {card['dtype']!r}")
     except FileNotFoundError:
-        raise ConfigError(f"no corpus in {folder}: prepare it first ({prepare})") from None
+        raise ConfigError(f"no corpus in {folder}: prepare it first ({_prepare(folder)})") from None
     except (ValueError, TypeError, KeyError) as error:
         what = f"lacks {error}" if isinstance(error, KeyError) else str(error)
-        raise ConfigError(f"{file} is damaged ({what}): prepare the corpus again ({prepare})") from None
+        raise ConfigError(f"{file} is damaged ({what}): prepare the corpus again ({_prepare(folder)})") from None
     return card
+
+
+def check_files(folder: Path, card: dict[str, Any]) -> None:
+    """Raise ConfigError where the tokenizer or a shard of a prepared corpus is gone, or is not the one of its card."""
+    files = {shard["file"]: shard["sha256"] for part in card["splits"].values() for shard in part["shards"]}
+    files["tokenizer.model"] = card["tokenizer_sha256"]
+    for name, digest in files.items():
+        path = folder / name
+        if not path.exists() or (found := sha256(path)) != digest:
+            state = f"has checksum {found[:12]}, the card says {digest[:12]}" if path.exists() else "is gone"
+            raise ConfigError(f"{path} {state}: prepare the corpus again ({_prepare(folder)})")
 
 
 class TokenData:
@@ -65,15 +80,12 @@ class TokenData:
         seed: decides the order of windows, and which of them are dealt alike.
         alike: share of the windows that is dealt to all lanes alike, from 0 to 1.
 
-    Raises ConfigError if the folder is missing, a shard is damaged, or the corpus is shorter than a batch.
+    Raises ConfigError if the folder is missing, a file of it is damaged, or the corpus is shorter than a batch.
     """
 
     def __init__(self, folder: Path, *, seq_len: int, global_batch: int, seed: int, alike: float = 1.0):
         self.card = read_card(folder)
-        tokenizer = folder / "tokenizer.model"
-        if not tokenizer.exists() or sha256(tokenizer) != self.card["tokenizer_sha256"]:
-            state = "is not the one of its card" if tokenizer.exists() else "is gone"
-            raise ConfigError(f"{tokenizer} {state}: prepare the corpus again (dvc repro -f data)")
+        check_files(folder, self.card)
         self.seq_len, self.global_batch, self.seed = seq_len, global_batch, seed
         self._splits = {split: self._open(folder, split) for split in self.card["splits"]}
         self._train = self._splits["train"]
@@ -93,11 +105,6 @@ class TokenData:
         maps = []
         for shard in self.card["splits"][split]["shards"]:
             path = folder / shard["file"]
-            if not path.exists() or (found := sha256(path)) != shard["sha256"]:
-                state = (
-                    f"has checksum {found[:12]}, the card says {shard['sha256'][:12]}" if path.exists() else "is gone"
-                )
-                raise ConfigError(f"shard {path} {state}: prepare the corpus again (dvc repro -f data)")
             tokens = np.memmap(path, dtype=self.card["dtype"], mode="r")
             if (highest := int(tokens.max(initial=0))) >= (vocabulary := self.card["settings"]["vocab_size"]):
                 raise ConfigError(f"shard {path} holds token {highest}, and the vocabulary has {vocabulary}")

@@ -59,7 +59,10 @@ class Checkpoints:
         return [int(path.name[5:]) for path in checkpoint_folders(self.folder) if not path.suffix]
 
     def save(self, step: int, tensors: dict[str, Tensor], meta: dict[str, Any], run: dict[str, Any]) -> None:
-        """Write checkpoint `step`: this rank's tensors and meta, and `run`, which all ranks share."""
+        """Write checkpoint `step`: this rank's tensors and meta, and `run`, which all ranks share.
+
+        Those before it go, but the last few, and so do those of later steps, from which the run has gone back.
+        """
         final = self._path(step)
         partial = final.with_name(final.name + ".partial")
         partial.mkdir(parents=True, exist_ok=True)
@@ -77,7 +80,8 @@ class Checkpoints:
                 remove_checkpoint(final)
             partial.rename(final)
             _flush(self.folder)
-            for old in self.steps()[: -self.keep]:
+            kept = [there for there in self.steps() if there <= step][-self.keep :]
+            for old in set(self.steps()).difference(kept):
                 remove_checkpoint(self._path(old))
         self.world.barrier()
 

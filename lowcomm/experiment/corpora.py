@@ -125,7 +125,7 @@ def _rows(corpus: CorpusConfig, root: Path) -> Iterator[dict[str, Any]]:
         if corpus.source == "text":
             kwargs["sample_by"] = "document"
     try:
-        rows = load_dataset(streaming=corpus.streaming or corpus.source != "hub", **kwargs)
+        yield from load_dataset(streaming=corpus.streaming or corpus.source != "hub", **kwargs)
     except Exception as error:  # datasets raises many kinds; all mean that the corpus cannot be had
-        raise ConfigError(f"corpus {corpus.path} cannot be read: {type(error).__name__}: {error}") from error
-    yield from rows
+        why = " ".join(str(error).split())
+        raise ConfigError(f"corpus {corpus.path} cannot be read: {type(error).__name__}: {why}") from error

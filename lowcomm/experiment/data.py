@@ -21,7 +21,7 @@ import numpy as np
 import sentencepiece as spm
 from tqdm import tqdm
 
-from lowcomm.experiment.batches import differences, read_card
+from lowcomm.experiment.batches import check_files, differences, read_card
 from lowcomm.experiment.config import CorpusConfig, DataConfig
 from lowcomm.experiment.corpora import documents, sources
 from lowcomm.experiment.project import Project
@@ -239,14 +239,18 @@ def prepare(corpus: CorpusConfig, config: DataConfig, out: Path, root: Path | No
 
 
 def prepared(project: Project, corpus: str, scale: str | None = None) -> Path:
-    """The folder of a project's corpus, prepared now if it is not there yet or was made from other settings."""
+    """The folder of a project's corpus, prepared now if it is not there yet, is damaged, or is of other settings."""
     scale = scale or project.load_params()["scale"]
     folder = project.data_dir(corpus, scale)
     source, config = project.corpus_configs(corpus, scale=scale)
     if (folder / "card.json").exists():
-        card = read_card(folder)
-        if not differences(card, "source", source) and not differences(card, "settings", config):
-            return folder
-        tqdm.write(f"{folder} was prepared with other settings; preparing it again")
+        try:
+            card = read_card(folder)
+            check_files(folder, card)
+            if not differences(card, "source", source) and not differences(card, "settings", config):
+                return folder
+            tqdm.write(f"{folder} was prepared with other settings; preparing it again")
+        except ConfigError as error:
+            tqdm.write(str(error))
     prepare(source, config, folder, project.root)
     return folder

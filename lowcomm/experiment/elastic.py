@@ -23,6 +23,8 @@ from typing import Any
 from lowcomm.comm.membership import Rules
 from lowcomm.comm.notes import Notes
 from lowcomm.comm.start import world
+from lowcomm.comm.transport import CommError
+from lowcomm.comm.wire import Ledger
 from lowcomm.comm.world import World
 from lowcomm.experiment.batches import TokenData
 from lowcomm.experiment.checkpoint import Checkpoints
@@ -125,16 +127,19 @@ def _train(
             folder.source.write_text(_SOURCE)
         own.barrier()
     else:
-        step, tensors, _ = found
+        step, tensors, meta = found
         put_back(trainer, step, tensors, folder)
-    engine.join()
-    log.info("slot %d has joined at step %d, after %d rounds", engine.slot, engine.steps_done, engine.rounds_done)
+        for ledger, told in zip(_ledgers(trainer), meta["ledgers"], strict=True):
+            ledger.load(told)
     metrics, clock = Metrics(folder.metrics(own.rank), None), Metrics(folder.clock(own.rank), None)
-    stop = StopAgreement(own, config.comm.timeout_s)
-    own.clock.start(0.0)
-    step = saved = engine.steps_done
-    taken = 0
+    stop = StopAgreement(own, config.comm.timeout_s, on_request=engine.stop)
     try:
+        engine.join()
+        log.info("slot %d has joined at step %d, after %d rounds", engine.slot, engine.steps_done, engine.rounds_done)
+        own.clock.start(0.0)
+        engine.finish()  # where it has come back to a run without steps left
+        step = saved = engine.steps_done
+        taken = 0
         while engine.is_training and not stop.before(taken + 1):
             before, step, taken = step, engine.steps_done + 1, taken + 1
             row = trainer.step(step, before=before)
@@ -145,6 +150,7 @@ def _train(
             clock.add({"step": step, "seconds": own.clock.elapsed()})
             if on_row is not None:
                 on_row(trainer, row)
+            engine.finish()  # which does nothing while there are inner steps left, and may find that there are some
             if is_due(t.log_every, before, step):
                 metrics.write()
                 clock.write()
@@ -152,10 +158,7 @@ def _train(
                 saved = engine.steps_done
                 _save(trainer, checkpoints, metrics, run)
         if engine.is_training:
-            _save(trainer, checkpoints, metrics, run)
-            log.info("slot %d leaves after step %d; the same command comes back", engine.slot, engine.steps_done)
-            return {"complete": False, "step": engine.steps_done}
-        engine.finish()
+            return _leave(trainer, checkpoints, metrics, run)
         metrics.write()
         clock.write()
         summary = _summary(trainer)
@@ -164,17 +167,34 @@ def _train(
         if claim:
             claim.done()
         return summary
+    except CommError:
+        if not stop.is_requested:
+            raise
+        return _leave(trainer, checkpoints, metrics, run)  # it has been told to stop while it waited for others
     finally:
         stop.close()
         metrics.close()
         clock.close()
 
 
+def _leave(trainer: Trainer, checkpoints: Checkpoints, metrics: Metrics, run: dict[str, Any]) -> dict[str, Any]:
+    """Keep what this slot has, as it has been told to stop."""
+    engine = trainer.engine
+    if engine.steps_done:  # else it has nothing but what it began with, or has not joined since it is back
+        _save(trainer, checkpoints, metrics, run)
+    log.info("slot %d leaves after step %d; the same command comes back", engine.slot, engine.steps_done)
+    return {"complete": False, "step": engine.steps_done}
+
+
 def _save(trainer: Trainer, checkpoints: Checkpoints, metrics: Metrics, run: dict[str, Any]) -> None:
     metrics.keep()
-    step = trainer.engine.steps_done
-    if step not in checkpoints.steps():
-        checkpoints.save(step, trainer.tensors(), {}, run)
+    meta = {"ledgers": [ledger.state() for ledger in _ledgers(trainer)]}
+    checkpoints.save(trainer.engine.steps_done, trainer.tensors(), meta, run)
+
+
+def _ledgers(trainer: Trainer) -> tuple[Ledger, Ledger]:
+    """Return the ledgers of what this rank sends to its own stages, and to other replicas."""
+    return trainer.world.ledger, trainer.engine.elastic.ledger
 
 
 def _summary(trainer: Trainer) -> dict[str, Any]:

@@ -11,7 +11,7 @@ size, seeds and factors too.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,16 +48,23 @@ _RUN_KEYS = {*_REQUIRED, "size", "override", "times", "variants"}
 
 def pick(section: dict[str, Any], key: str, what: str) -> Any:
     """section[key]. Raises ConfigError that names the nearest entry; `what` it is."""
-    if key not in section:
-        raise ConfigError(f"no {what} named {key!r}{nearest(key, section)}")
-    return section[key]
+    try:
+        return section[key]
+    except (KeyError, TypeError):  # the section may be none, or the key a list
+        there = map(str, section) if isinstance(section, dict) else ()
+        raise ConfigError(f"no {what} named {brief(key)}{nearest(key, there)}") from None
 
 
-def merge(base: dict, over: dict) -> dict:
-    """Return the settings of `over` on those of `base`, section by section."""
+def merge(base: dict, over: Any, where: str = "settings") -> dict:
+    """Return the settings of `over`, which stand at `where`, on those of `base`, section by section.
+
+    Raises ConfigError where `over` has a single value, or nothing, in place of a section.
+    """
+    if not isinstance(over, dict):
+        raise ConfigError(f"{where} must be a mapping of settings, got {brief(over)}")
     out = dict(base)
     for key, value in over.items():
-        out[key] = merge(out[key], value) if isinstance(value, dict) and isinstance(out.get(key), dict) else value
+        out[key] = merge(out[key], value, f"{where}.{key}") if isinstance(out.get(key), dict) else value
     return out
 
 
@@ -77,11 +84,10 @@ def _times(sections: dict, factors: dict, where: str) -> dict:
     return out
 
 
-def _layer(base: dict, over: dict) -> dict:
+def _layer(base: dict, over: Any, where: str) -> dict:
     """Sections of `over` on those of `base`. A preset is a whole model: nothing below it shines through."""
-    if "preset" in over.get("model", {}):
-        base = base | {"model": {}}
-    return merge(base, over)
+    merged = merge(base, over, where)
+    return merged | {"model": over["model"]} if "preset" in over.get("model", {}) else merged
 
 
 def _check_name(name: str, where: str) -> None:
@@ -94,12 +100,17 @@ def _entry(run: str, params: Params) -> dict[str, Any]:
     """Return the entry of a run in `params.yaml`, its keys and seeds checked, always with `variants`."""
     entry = pick(params["runs"], run, "run")
     _check_name(run, "runs")
+    if not isinstance(entry, dict):
+        raise ConfigError(f"runs.{run} must be a mapping of settings, got {brief(entry)}")
     for key in _REQUIRED:
         if key not in entry:
             raise ConfigError(f"runs.{run} lacks {key}")
     for key in entry:
         if key not in _RUN_KEYS:
             raise ConfigError(f"unknown key runs.{run}.{key}{nearest(key, _RUN_KEYS)}")
+    for key in ("method", "corpus", "sizes"):
+        if not isinstance(entry[key], str):
+            raise ConfigError(f"runs.{run}.{key} = {brief(entry[key])} must be a name")
     variants = entry.get("variants", {"": {}})
     if not isinstance(variants, dict) or not variants or not all(isinstance(c, dict) for c in variants.values()):
         raise ConfigError(f"runs.{run}.variants must name at least one variant, each a mapping ({{}} changes nothing)")
@@ -124,21 +135,36 @@ def points(run: str, params: Params, scale: str) -> list[tuple[str, int]]:
 
 
 def overrides(pairs: list[str]) -> dict[str, Any]:
-    """Command-line settings as nested sections: ["train.steps=60"] -> {"train": {"steps": 60}}."""
+    """Command-line settings as nested sections: ["train.steps=60"] -> {"train": {"steps": 60}}.
+
+    Raises ConfigError for what is no setting of a run, and for a value that YAML cannot read.
+    """
+    from lowcomm.experiment.config import RunConfig
+
+    arguments = {"name", "variant", "scale", "seed"}
+    known = {field.name for field in fields(RunConfig)} - arguments
     out: dict[str, Any] = {}
     for pair in pairs:
         key, eq, value = pair.partition("=")
         if not eq:
             raise ConfigError(f"--set {pair} must be section.key=value")
-        if key in ("name", "variant", "scale", "seed"):
+        if key in arguments:
             raise ConfigError(f"--set {pair}: {key} is not a setting but an argument of its own")
         *sections, last = key.split(".")
+        if (first := [*sections, last][0]) not in known:
+            raise ConfigError(f"--set {pair}: no section or setting is named {first!r}{nearest(first, known)}")
         level = out
         for section in sections:
             level = level.setdefault(section, {})
             if not isinstance(level, dict):
                 raise ConfigError(f"--set {pair}: {section} has been set to {level!r} already")
-        level[last] = yaml.safe_load(value)
+        try:
+            level[last] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            why = " ".join(str(error).split())
+            raise ConfigError(
+                f"--set {pair}: the value is not YAML (a text that begins with * wants quotes): {why}"
+            ) from None
     return out
 
 
@@ -174,6 +200,8 @@ class Project:
         for key, section in params.items():
             if key not in valid:
                 raise ConfigError(f"unknown key {key} in {path.name}{nearest(key, valid)}")
+            if key == "scale" and not isinstance(section, str):
+                raise ConfigError(f"scale in {path} must be the name of one, got {brief(section)}")
             if key != "scale" and not isinstance(section, dict):
                 raise ConfigError(f"{key} in {path} must be a mapping of names, got {brief(section)}")
         return params
@@ -199,8 +227,9 @@ class Project:
         scale = scale or params["scale"]
         entry = _entry(run, params)
         pick(params["corpora"], entry["corpus"], "corpus")
-        numbers = dict(pick(params["scales"], scale, "scale"))
-        sizes = {"base": {}} | pick(numbers.pop("sizes"), entry["sizes"], f"family of sizes at the {scale} scale")
+        numbers = merge({"model": {}, "sizes": {}}, pick(params["scales"], scale, "scale"), f"scales.{scale}")
+        family = pick(numbers.pop("sizes"), entry["sizes"], f"family of sizes at the {scale} scale")
+        sizes = merge({"base": {}}, family, f"scales.{scale}.sizes.{entry['sizes']}")
         variants = entry["variants"]
         if variant not in variants and not variant:
             raise ConfigError(f"run {run} is a sweep: choose one of its variants, {', '.join(variants)}")
@@ -210,28 +239,31 @@ class Project:
         seeds = change.pop("seeds", entry["seeds"])
         where = f"runs.{run}.variants.{variant}.times" if "times" in change else f"runs.{run}.times"
         factors = change.pop("times", entry.get("times", {}))
-        size = dict(pick(sizes, change.pop("size", entry.get("size", "base")), f"size of {entry['sizes']}"))
-        methods_there = size.pop("methods", {})
+        named = change.pop("size", entry.get("size", "base"))
+        at_size = f"scales.{scale}.sizes.{entry['sizes']}.{named}"
+        size = merge({"methods": {}}, pick(sizes, named, f"size of {entry['sizes']}"), at_size)
+        methods_there = size.pop("methods")
         for name in methods_there:
             pick(params["methods"], name, "method")
-        layers = (
-            size,
-            {"data": {"corpus": entry["corpus"]}, "replicas": entry["replicas"]},
-            {"method": pick(params["methods"], entry["method"], "method")},
-            {"method": methods_there.get(entry["method"], {})},
-            entry.get("override", {}),
-            change,
-        )
+        method = merge({}, pick(params["methods"], entry["method"], "method"), f"methods.{entry['method']}")
+        title = f"{run}.{variant}" if variant else run
+        layers = {
+            at_size: size,
+            f"runs.{run}": {"data": {"corpus": entry["corpus"]}, "replicas": entry["replicas"], "method": method},
+            f"{at_size}.methods.{entry['method']}": {"method": methods_there.get(entry["method"], {})},
+            f"runs.{run}.override": entry.get("override", {}),
+            f"runs.{run}.variants.{variant}": change,
+        }
         sections = numbers
-        for layer in layers:
-            sections = _layer(sections, layer)
-        sections = _layer(_times(sections, factors, where), override)
+        for at, layer in layers.items():
+            sections = _layer(sections, layer, at)
+        sections = _layer(_times(sections, factors, where), override, title)
         model = dict(sections["model"])
         if "preset" in model:
             model = asdict(pick(PRESETS, model.pop("preset"), "preset")) | model
         sections["model"] = model
         sections |= {"name": run, "variant": variant, "scale": scale, "seed": seeds[0] if seed is None else seed}
-        return build(RunConfig, sections, f"{run}.{variant}" if variant else run)
+        return build(RunConfig, sections, title)
 
     def run_points(
         self, run: str, *, scale: str | None = None, params: Params | None = None, **override: Any
@@ -252,8 +284,9 @@ class Project:
 
         params = params or self.load_params()
         source = build(CorpusConfig, pick(params["corpora"], corpus, "corpus"), f"corpora.{corpus}")
-        data = pick(params["scales"], scale or params["scale"], "scale")["data"] | {"corpus": corpus}
-        config = build(DataConfig, data, "data")
+        scale = scale or params["scale"]
+        numbers = merge({"data": {}}, pick(params["scales"], scale, "scale"), f"scales.{scale}")
+        config = build(DataConfig, numbers["data"] | {"corpus": corpus}, "data")
         check_bounds("data", config)
         return source, config
 

@@ -30,12 +30,12 @@ class Metrics:
 
     def __init__(self, path: Path, resumed_at: int | None):
         path.parent.mkdir(parents=True, exist_ok=True)
-        if resumed_at is None:
-            kept = [line for line in path.read_text().splitlines(True) if line.endswith("\n")] if path.exists() else []
-        else:
-            kept = [line + "\n" for step, line in _whole_rows(path) if step <= resumed_at] if resumed_at else []
-        path.write_text("".join(kept))
         self._file = path.open("a")
+        if resumed_at is None:
+            kept = path.read_bytes().rfind(b"\n") + 1
+        else:
+            kept = sum(len(line) for step, line in _whole_rows(path) if step <= resumed_at)
+        os.truncate(path, kept)  # not written anew: a kill in between would leave checkpoints without their rows
         self._held: list[dict[str, Any]] = []
 
     def add(self, row: dict[str, Any]) -> None:
@@ -65,15 +65,15 @@ class Metrics:
         self._file.close()
 
 
-def _whole_rows(path: Path) -> list[tuple[int, str]]:
+def _whole_rows(path: Path) -> list[tuple[int, bytes]]:
     """(step, line) of a metrics file's rows, as far as they are whole and of one step after the other."""
-    found: list[tuple[int, str]] = []
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
+    found: list[tuple[int, bytes]] = []
+    for line in path.read_bytes().splitlines(True) if path.exists() else []:
         try:
             step = json.loads(line)["step"]
-        except (ValueError, KeyError, TypeError):  # the row that a kill cut short
+        except (ValueError, KeyError, TypeError):
             break
-        if step != len(found) + 1:
+        if step != len(found) + 1 or not line.endswith(b"\n"):  # a kill has cut it short
             break
         found.append((step, line))
     return found

@@ -13,7 +13,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -58,10 +58,17 @@ def _launcher_is_gone(parent: int) -> bool:
 
 
 class StopAgreement:
-    """One rank's part in the agreement."""
+    """One rank's part in the agreement.
 
-    def __init__(self, world: World, timeout_s: float = 60.0):
-        self.world, self.timeout_s = world, timeout_s
+    Args:
+        world: the ranks that stop together.
+        timeout_s: how long their answers are waited for, in seconds.
+        on_request: called once, by the watcher, when there is a request: it ends what may keep this rank from its next
+            step for long.
+    """
+
+    def __init__(self, world: World, timeout_s: float = 60.0, *, on_request: Callable[[], None] = lambda: None):
+        self.world, self.timeout_s, self._on_request = world, timeout_s, on_request
         self._begun = 0
         self._published = False
         self._lock = threading.Lock()
@@ -78,7 +85,13 @@ class StopAgreement:
                 with self._lock:
                     transport.note(f"stop/{self.world.rank}", str(self._begun))
                     self._published = True
+                self._on_request()
                 return
+
+    @property
+    def is_requested(self) -> bool:
+        """Tell whether some rank has been told to stop, as far as this one knows."""
+        return self._published or self.world.transport.read("stop") is not None
 
     def before(self, step: int) -> bool:
         """Announce inner step `step`; True if the ranks have agreed to stop before it."""

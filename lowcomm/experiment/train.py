@@ -160,9 +160,11 @@ def _train(
 
 
 def put_back(trainer: Trainer, step: int, tensors: dict[str, Tensor], folder: RunFolder) -> None:
-    """Load a checkpoint's tensors. Raises ConfigError where they are not this code's."""
+    """Load a checkpoint's tensors. Raises ConfigError where they are not this code's, or not of the same store."""
     try:
         trainer.load(tensors)
+    except ConfigError as error:
+        raise ConfigError(f"the checkpoint of step {step} in {folder.checkpoints} cannot be used: {error}") from None
     except (KeyError, ValueError) as error:
         raise ConfigError(
             f"the checkpoint of step {step} in {folder.checkpoints} is not of this code: {error}; delete it to go"

@@ -121,7 +121,7 @@ class Trainer:
         for key, (was, value) in differences(data.card, "settings", config.data).items():
             raise ConfigError(
                 f"data.{key} = {value}, but the corpus was prepared with {was}:"
-                f" prepare it again (dvc repro data@{config.data.corpus})"
+                f" prepare it again (lowcomm prepare {config.data.corpus} --scale {config.scale})"
             )
         if config.train.compile:
             torch.compiler.reset()  # what an earlier run in this process compiled must not decide what this one does
@@ -183,6 +183,8 @@ class Trainer:
 
     def step(self, step: int, *, before: int | None = None) -> dict[str, Any]:
         """One inner step, and whatever exchange the engine does after it. Returns a metrics row.
+
+        The last one finishes, unless the engine is of an elastic replica and has gone back to where others are.
 
         before: the step taken last; by default the one before this.
         """

@@ -13,12 +13,16 @@ round, while the others go on.
         loss(model, batch).backward()
         optimizer.step(); optimizer.zero_grad()
         sync.step(tokens=batch.numel())
-    sync.finish()
+        if not sync.is_training:
+            sync.finish()                                   # after which there may be steps left
 
 Machines need not be equally fast. Where the others have waited for one for half of the grace window, its turn comes at
 its next inner step, with what it has trained by then; and it takes fewer inner steps from then on (`pace`), as many as
 leave nobody waiting. Its tokens say what its part of a mean weighs. A replica that sees that a round went on without it
 comes to where the others are at its next inner step.
+
+One that misses a round as it finishes comes to where the others are too, and may have inner steps left there: so
+`finish` is called inside the loop, and does nothing for as long as there are some.
 
 A slot is a share of the data, `tokens_read` how much of it is used, and `steps_done` the step of the run. These go on
 where the run is when a replica joins, so a loop needs no other change. The round's mean, the outer step and what
@@ -49,7 +53,7 @@ from torch import Tensor, nn
 
 from lowcomm.codecs import message_seed
 from lowcomm.comm.axis import UNBILLED
-from lowcomm.comm.elastic import Elastic, Payload
+from lowcomm.comm.elastic import Elastic, Payload, check_place
 from lowcomm.comm.membership import Round, Rules
 from lowcomm.comm.notes import Notes
 from lowcomm.comm.transport import CommError
@@ -75,6 +79,13 @@ Event = Callable[[Round, tuple[int, ...]], None]
 
 #: Seconds between two looks at whether others wait; by how much a slow replica's pace rises where nobody did.
 _LOOK_S, _FASTER = 0.1, 1.1
+
+
+def _asked(notes: Notes, what: str, mine: str) -> str:
+    """Leave a note in the store where there is none yet, and return the one that is there now."""
+    if (there := notes.write_once(f"elastic/{what}", mine)) is None:
+        raise CommError("the store of the replicas' membership does not answer")
+    return there
 
 
 class _Gap:
@@ -157,8 +168,9 @@ class ElasticUpdates(Engine):
         constrain, layers: as for `LocalUpdates`.
 
     Attributes: `plan`; `steps_done`; `tokens_read`, where in its slot's data this replica is: those that rounds have
-    counted, and those that it has trained on since; `rounds` that it was a member of; `missed`, how often the others
-    went on without it; `pace`, the share of the run's inner steps that it takes between two turns.
+    counted, and those that it has trained on since; `rounds` that it was a member of; `missed`, how often it has found,
+    as it trained, that it was in no round with what it had sent or was to send: once for however many rounds the others
+    went on; `pace`, the share of the run's inner steps that it takes between two turns.
 
     Raises ConfigError for choices that do not go together, and where replicas were started with different ones.
     """
@@ -187,6 +199,8 @@ class ElasticUpdates(Engine):
         **settings: Any,
     ):
         self.method = method = with_settings(method or LocalUpdates.default, settings)
+        quorum = max(1, slots // 2) if quorum is None else quorum
+        check_place(slot, slots, quorum)
         if world is not None and world.replicas > 1:
             raise ConfigError(f"the world of an elastic replica has one replica, itself, not {world.replicas}")
         self.slot, self.steps, self.seed = slot, steps, seed
@@ -195,7 +209,6 @@ class ElasticUpdates(Engine):
         self.named = named_parameters(model, trained=method.trainable != "slice")
         shapes = {name: tuple(p.shape) for name, p in self.named.items()}
         self.plan = Plan(shapes, method, slots, seed=seed, layers=layers)
-        quorum = quorum or max(1, slots // 2)
         self._check(quorum)
         self.fragments = fragment_states(self.plan, self.named, slot)
         self.one_model = self.plan.peers.one_model
@@ -216,12 +229,15 @@ class ElasticUpdates(Engine):
         self._under_way: tuple[int, Future[Round | None]] | None = None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=f"elastic-{slot}")
         stage, stages = (0, 1) if self.world is None else (self.world.stage, self.world.stages)
+        if self.world is not None:
+            self._check_turns(self.world)
+        # What is refused so far leaves no word in the store, which the others would be held to.
         own = {"slots": slots, "steps": steps, "seed": seed, "stages": stages, "quorum": quorum}
         self._agree(notes, f"settings/{stage}", begun_with(method, self.named, **{**(begun or {}), **own}))
+        self._log = _asked(notes, "log", uuid.uuid4().hex)  # which one it is: versions of another mean nothing in it
         who = f"{slot}.{uuid.uuid4().hex[:12]}"
         if self.world is not None:
             who = self.world.tell(who, axis="stage")[0]
-            self._check_turns(self.world)
         self.notes = notes
         self.elastic = Elastic(
             notes,
@@ -297,10 +313,7 @@ class ElasticUpdates(Engine):
     @staticmethod
     def _agree(notes: Notes, what: str, mine: dict[str, Any]) -> None:
         told = json.dumps(mine)
-        there = notes.write_once(f"elastic/{what}", told)
-        if there is None:
-            raise CommError("the store of the replicas' membership does not answer")
-        if differs := first_difference(json.loads(there), json.loads(told), "there"):
+        if differs := first_difference(json.loads(_asked(notes, what, told)), json.loads(told), "there"):
             raise ConfigError(f"replicas were started differently: {differs}")
 
     def join(self) -> None:
@@ -365,19 +378,34 @@ class ElasticUpdates(Engine):
         return {}
 
     def finish(self) -> dict[str, float]:
-        """Apply what is under way, exchange what has trained since its last turn, and wait for those who come late."""
-        if self._is_finished:
+        """Apply what is under way, exchange what has trained since its last turn, and wait for those who come late.
+
+        Where the others have gone on without this replica, and it has come to where they are, there may be inner steps
+        left (`is_training`): then nothing is finished yet, and `finish` is to be called again after them.
+        """
+        if self._is_finished or self.is_training:
             return {}
         self._end_watch()
         if self._under_way is not None:
             self._apply()
-        while self._next < len(self._turns):
+        while self._next < len(self._turns) and not self.is_training:
             self._send()
             if self._under_way is not None:
                 self._apply()
+        if self.is_training:
+            return {}
         self.elastic.wait_for_the_late()
         self._is_finished = True
         return {}
+
+    def stop(self) -> None:
+        """End, from another thread, what this replica waits for: `join`, `step` or `finish` raises CommError there.
+
+        What it has is as it was before, and can be kept (`state_dict`). Where there are several stages, the first ends
+        what the others are in.
+        """
+        if self.elastic.stage == 0:
+            self.elastic.stop()
 
     def close(self) -> None:
         """Leave: nobody waits for this replica, and nothing can be had of it any more."""
@@ -533,7 +561,7 @@ class ElasticUpdates(Engine):
         raise ConfigError("elastic replicas keep to the subspace that they begin with, as others do")
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The parameters last agreed and the outer state, and which round they are of: what a start can resume from.
+        """The parameters last agreed, the outer state, and of which log's which round: what a start can resume from.
 
         Where there are several stages, all must ask; the round is the latest that all of them have.
         """
@@ -552,7 +580,8 @@ class ElasticUpdates(Engine):
             for index, fragment in enumerate(self.fragments)
             for name, value in met.get(index, fragment.agreed_state()).items()
         }
-        return state | {"version": torch.tensor(version)}
+        log = torch.frombuffer(bytearray.fromhex(self._log), dtype=torch.uint8)
+        return state | {"version": torch.tensor(version), "log": log}
 
     def _own(self, heard: Collection[int] = ()) -> dict[str, Tensor]:
         """Return what is this replica's own of outer state; heard: fragments whose round is met, and not applied."""
@@ -560,7 +589,15 @@ class ElasticUpdates(Engine):
         return {f"{index}/{name}": value.clone() for index, some in enumerate(own) for name, value in some.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Put back what `state_dict` gave; the model's parameters become those last agreed."""
+        """Put back what `state_dict` gave; the model's parameters become those last agreed.
+
+        Raises ConfigError where the state is of another store's log, in which its round is not to be found.
+        """
+        if bytes(state["log"].tolist()).hex() != self._log:
+            raise ConfigError(
+                "its rounds are of another store's log: start with the store that it was made with, or delete it on"
+                " all replicas to begin the run anew"
+            )
         with self._lock:
             for index, fragment in enumerate(self.fragments):
                 fragment.put_outer_state(of_fragment(state, index))
