@@ -47,6 +47,18 @@ def in_slots(config: RunConfig, store: Notes, corpus: Path, folder: Path) -> lis
     return in_threads(*(lambda slot=slot: one(slot) for slot in range(config.replicas)))
 
 
+def pipeline(
+    slot: int, config: RunConfig, store: Notes, corpus: Path, folder: Path, rules: Rules = PATIENT
+) -> list[dict[str, Any]]:
+    """Train a slot in a thread for each of its stages; returns their summaries."""
+
+    def stage(own: World) -> dict[str, Any]:
+        notes = elastic_store(f"127.0.0.1:{store.port}")
+        return train_elastic(config, notes, slot, corpus, folder, rules=rules, own=own)
+
+    return run_threads(stage, replicas=1, stages=config.stages)
+
+
 def test_what_is_done_every_so_many_steps_is_done_where_some_are_skipped() -> None:
     steps = [8, 9, 13, 14, 19, 31, 18, 20]  # of one that is slow, and goes back once
     due = [step for before, step in itertools.pairwise(steps) if is_due(10, before, step)]
@@ -213,15 +225,8 @@ def test_without_faults_a_run_of_pipelines_is_the_same_bit_for_bit(
 ) -> None:
     config = small_run(stages=2, train={"accumulation": 2}, method={"boundary": boundary})
     train_in_threads(config, corpus, tmp_path / "whole")
-
-    def slot(number: int) -> list[dict[str, Any]]:
-        def stage(own: World) -> dict[str, Any]:
-            notes = elastic_store(f"127.0.0.1:{store.port}")
-            return train_elastic(config, notes, number, corpus, tmp_path / "run", rules=PATIENT, own=own)
-
-        return run_threads(stage, replicas=1, stages=2)
-
-    summaries = [stages[0] for stages in in_threads(lambda: slot(0), lambda: slot(1))]
+    where = config, store, corpus, tmp_path / "run"
+    summaries = [stages[0] for stages in in_threads(lambda: pipeline(0, *where), lambda: pipeline(1, *where))]
     weights = load_file(tmp_path / "whole/model.safetensors")
     for number, summary in enumerate(summaries):
         own = load_file(tmp_path / f"run/slot-{number:03d}/model.safetensors")
@@ -275,8 +280,8 @@ def entries(port: int) -> Iterator[Entry]:
         yield entry
 
 
-def stopped_when(port: int, seen: Callable[[Entry], bool], run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Ask a run to stop as soon as an entry is in the log, while it waits for others; returns its summary."""
+def stopped_when(port: int, seen: Callable[[Entry], bool], run: Callable[[], Any]) -> Any:
+    """Ask a run to stop as soon as an entry is in the log, while it waits for others; returns what the run does."""
 
     def ask() -> None:
         next(entry for entry in entries(port) if seen(entry))
@@ -292,16 +297,13 @@ def stopped_when(port: int, seen: Callable[[Entry], bool], run: Callable[[], dic
     "a replica is told to stop (SIGTERM) while it waits for others in a round", "it keeps what it has, and comes back"
 )
 def test_one_that_waits_in_a_round_stops_when_told(store: Notes, corpus: Path, tmp_path: Path) -> None:
-    config, patient = small_run(), Rules(timeout_s=60.0, grace_s=60.0)
-
-    def alone() -> dict[str, Any]:
-        return train_elastic(config, store, 0, corpus, tmp_path / "run", rules=patient)
-
-    told = stopped_when(store.port, lambda entry: isinstance(entry, Ready), alone)
-    assert told == {"complete": False, "step": 4}
+    where = small_run(stages=2, train={"accumulation": 2}), store, corpus, tmp_path / "run"
+    patient = Rules(timeout_s=60.0, grace_s=60.0)
+    told = stopped_when(store.port, lambda entry: isinstance(entry, Ready), lambda: pipeline(0, *where, patient))
+    assert told == [{"complete": False, "step": 4}] * 2
     assert (tmp_path / "run/slot-000/checkpoints/step-00000004").exists()
-    summaries = in_slots(config, store, corpus, tmp_path / "run")
-    assert [summary["participation"] for summary in summaries] == [1, 1]
+    slots = in_threads(lambda: pipeline(0, *where), lambda: pipeline(1, *where))
+    assert [summary["participation"] for stages in slots for summary in stages] == [1] * 4
 
 
 @pytest.mark.fault("a replica is told to stop (SIGTERM) while it joins", "it ends, as it came")
