@@ -169,8 +169,8 @@ class ElasticUpdates(Engine):
 
     Attributes: `plan`; `steps_done`; `tokens_read`, where in its slot's data this replica is: those that rounds have
     counted, and those that it has trained on since; `rounds` that it was a member of; `missed`, how often it has found,
-    as it trained, that it was in no round with what it had sent or was to send: once for however many rounds the others
-    went on; `pace`, the share of the run's inner steps that it takes between two turns.
+    as it trained, that what it had sent or was to send is in no round (several found at once count as one); `pace`, the
+    share of the run's inner steps that it takes between two turns.
 
     Raises ConfigError for choices that do not go together, and where replicas were started with different ones.
     """
@@ -595,8 +595,8 @@ class ElasticUpdates(Engine):
         """
         if bytes(state["log"].tolist()).hex() != self._log:
             raise ConfigError(
-                "its rounds are of another store's log: start with the store that it was made with, or delete it on"
-                " all replicas to begin the run anew"
+                "it is of another store's log, and its round is not in this one: start with the store that it was made"
+                " with, or delete it on all replicas to begin the run anew"
             )
         with self._lock:
             for index, fragment in enumerate(self.fragments):
