@@ -188,6 +188,11 @@ class Comparison:
         """'+0.4 (0.2 to 0.6) %': how far the loss of `a` is above that of `b`, pair by pair; '+0.4 %' for one seed."""
         return in_prose(*self.pairs(a, b).percent(), digits)
 
+    def told_seeds(self, a: Any, b: Any) -> str:
+        """Return '5 seeds', or '1 seed': how many both have."""
+        seeds = self.pairs(a, b).seeds
+        return f"{seeds} seed{'s' * (seeds != 1)}"
+
     def above(self, a: Any, b: Any) -> bool | None:
         """Tell whether the loss of `a` is higher (True) or lower (False) than that of `b`; None where it is not told.
 

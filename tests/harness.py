@@ -21,12 +21,14 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import pytest
 from torch.distributed import TCPStore
 
 from lowcomm.comm.config import CommConfig
 from lowcomm.comm.start import run_threads, world_from_torchrun
 from lowcomm.comm.testbed import Testbed
 from lowcomm.comm.wire import VirtualClock
+from lowcomm.settings import ConfigError
 from pipelines.ladder.plan import Ladder, write_whole
 from pipelines.launch import environment, process_context
 from pipelines.project import ROOT
@@ -301,6 +303,13 @@ def run_case(case: str, replicas: int, stages: int, folder: Path, comm: dict[str
         os._exit(3)
     (folder / f"{case}-{world.rank}.json").write_text(json.dumps(result))
     world.close()
+
+
+def refused(ask: Callable[..., object], *args: object) -> str:
+    """Call a function that must raise a ConfigError, and return the error's message."""
+    with pytest.raises(ConfigError) as error:
+        ask(*args)
+    return str(error.value)
 
 
 def in_threads(*bodies: Callable[[], object]) -> list:

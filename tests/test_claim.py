@@ -22,7 +22,7 @@ from lowcomm.experiment.train import train, train_in_threads
 from lowcomm.experiment.trainer import Trainer
 from lowcomm.settings import ConfigError
 from tests.conftest import command_line, small_run
-from tests.harness import Crash, as_processes, train_in_processes
+from tests.harness import Crash, as_processes, refused, train_in_processes
 
 DILOCO = small_run("diloco_m2")
 
@@ -122,12 +122,10 @@ def test_checkpoints_may_be_a_link_to_another_disk(corpus: Path, tmp_path: Path)
 
 
 def told_to_each(configs: list[RunConfig], corpora: list[Path], outs: list[Path]) -> list[str]:
-    """The ConfigError that each of two ranks gets."""
+    """Train on two ranks, and return the message of the ConfigError that each of them gets."""
 
     def work(world: World) -> str:
-        with pytest.raises(ConfigError) as error:
-            train(configs[world.rank], world, corpora[world.rank], outs[world.rank])
-        return str(error.value)
+        return refused(train, configs[world.rank], world, corpora[world.rank], outs[world.rank])
 
     return run_threads(work, replicas=2)
 

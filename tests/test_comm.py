@@ -34,7 +34,7 @@ from lowcomm.comm.wire import Span, Trace
 from lowcomm.comm.world import World
 from lowcomm.settings import ConfigError
 from pipelines.project import ROOT
-from tests.harness import Group, OnlyTheLink, as_processes, as_threads, clean_environment, in_threads, run_case
+from tests.harness import Group, OnlyTheLink, as_processes, as_threads, clean_environment, in_threads, refused, run_case
 
 
 @pytest.fixture(scope="module")
@@ -295,22 +295,18 @@ def test_ranks_of_one_start_find_each_other_and_say_who_is_missing() -> None:
 
 
 def test_processes_that_torchrun_starts_side_by_side_are_stages_of_one_replica() -> None:
-    """What a grid has in columns, torchrun has in rows; all are told where they do not agree on the grid."""
+    """torchrun numbers processes replica by replica, the World's grid stage by stage.
+
+    Where processes were started with unlike numbers of stages, each of them gets an error that says so.
+    """
     store = dist.HashStore()
     places = in_threads(*(lambda i=i: processes._place(store, i, 6, 2) for i in range(6)))
     assert places == [0, 3, 1, 4, 2, 5]
     stage_and_replica = [divmod(place, 3) for place in places]
     assert stage_and_replica == [(stage, replica) for replica in range(3) for stage in range(2)]
     store = dist.HashStore()
-    told = in_threads(*(lambda i=i: raised(processes._place, store, i, 4, (2, 2, 1, 1)[i]) for i in range(4)))
+    told = in_threads(*(lambda i=i: refused(processes._place, store, i, 4, (2, 2, 1, 1)[i]) for i in range(4)))
     assert told == ["ranks were started differently: 2 stages on rank 0, 1 on rank 2"] * 4
-
-
-def raised(ask: Callable[..., object], *args: object) -> str:
-    """What a ConfigError says."""
-    with pytest.raises(ConfigError) as error:
-        ask(*args)
-    return str(error.value)
 
 
 def test_the_first_machine_finds_its_interface_though_its_own_name_is_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,7 +324,7 @@ def test_the_first_machine_finds_its_interface_though_its_own_name_is_itself(mon
 
 
 def test_whoever_reaches_a_store_by_its_own_name_tells_others_an_address_that_they_reach(store: Notes) -> None:
-    """To 0.0.0.0 a machine goes by its loopback, as to its own name where that is 127.0.1.1."""
+    """A machine reaches 0.0.0.0 over its loopback, as it does its own name where that stands for 127.0.1.1."""
     families = (socket.AF_INET, socket.AF_INET6)
     ours = {a.address for addresses in psutil.net_if_addrs().values() for a in addresses if a.family in families}
     assert processes._is_loopback(processes._address_towards("0.0.0.0", store.port))

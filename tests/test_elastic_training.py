@@ -50,7 +50,7 @@ def in_slots(config: RunConfig, store: Notes, corpus: Path, folder: Path) -> lis
 def pipeline(
     slot: int, config: RunConfig, store: Notes, corpus: Path, folder: Path, rules: Rules = PATIENT
 ) -> list[dict[str, Any]]:
-    """Train a slot in a thread for each of its stages; returns their summaries."""
+    """Train a slot in a thread for each of its stages, and return their summaries."""
 
     def stage(own: World) -> dict[str, Any]:
         notes = elastic_store(f"127.0.0.1:{store.port}")
@@ -271,7 +271,7 @@ def test_a_pipeline_leaves_as_a_whole_and_comes_back(store: Notes, corpus: Path,
 
 
 def entries(port: int) -> Iterator[Entry]:
-    """Follow the log of a store."""
+    """Yield the entries of a store's log, waiting for each as it is written."""
     log, until = SharedLog(elastic_store(f"127.0.0.1:{port}")), time.monotonic() + 60
     for index in itertools.count():
         while (entry := log.read(index)) is None:
@@ -281,7 +281,7 @@ def entries(port: int) -> Iterator[Entry]:
 
 
 def stopped_when(port: int, seen: Callable[[Entry], bool], run: Callable[[], Any]) -> Any:
-    """Ask a run to stop as soon as an entry is in the log, while it waits for others; returns what the run does."""
+    """Ask a run to stop as soon as an entry is in the log, while it waits for others, and return what the run does."""
 
     def ask() -> None:
         next(entry for entry in entries(port) if seen(entry))
@@ -308,7 +308,7 @@ def test_one_that_waits_in_a_round_stops_when_told(store: Notes, corpus: Path, t
 
 @pytest.mark.fault("a replica is told to stop (SIGTERM) while it joins", "it ends, as it came")
 def test_one_that_waits_to_join_stops_when_told(store: Notes, corpus: Path, tmp_path: Path) -> None:
-    """The only one who has the latest round is not to be reached."""
+    """The replica waits for the latest round, which only one has that cannot be reached any more."""
     log = SharedLog(store)
     for entry in (Join("1.gone", 1, 0), Ready("1.gone", 0, 8), Close(0, 0), Done("1.gone", 0, 1)):
         log.append(entry)

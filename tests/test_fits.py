@@ -139,7 +139,7 @@ def test_a_band_is_of_the_sizes_that_have_several_seeds() -> None:
 
 
 def test_a_gap_stands_beside_that_of_the_seeds_which_tuning_did_not_see(three_rungs: Ladder) -> None:
-    """Rounds are those of a claim's regime (12 steps, H = 4), and empty of what exchanges no parameters."""
+    """The column of rounds has those of a claim's regime (12 steps, H = 4), and is empty where no parameters travel."""
     plant(three_rungs, "a", 0.05)
     (cell,) = (cell for cell in read_cells(three_rungs) if cell.row == "averaging")
     (row,) = gap_rows([cell])

@@ -168,7 +168,7 @@ def test_a_speed_needs_a_point_of_data_parallel_training(ladder: Ladder) -> None
 
 
 def test_how_deep_a_row_was_tuned_is_the_plan_s_and_that_of_its_trials(ladder: Ladder) -> None:
-    """Of the trials all count, those of earlier walks too."""
+    """The number of trials counts all that a row has had, also those of walks before the last one."""
     folder = ladder.results / "tuning" / "a" / "diloco" / "m2"
     folder.mkdir(parents=True)
     for lr in range(4):

@@ -128,7 +128,10 @@ def test_beyond_a_momentum_pairs_drift_apart(replicas: int, expected: float) -> 
 
 
 def test_owners_of_a_slice_must_meet_and_come_together() -> None:
-    """A group of as many replicas as slices has one owner of each; of larger ones the owners' numbers count."""
+    """A group of as many replicas as there are slices has one owner of each, who never meets another.
+
+    In larger groups the bound on the momentum is that of the owners of a slice, who are fewer than the replicas.
+    """
     sliced = {"trainable": "slice", "sliced": ["up:0"], "slices": 2}
 
     def plan(replicas: int, **settings: Any) -> Plan:

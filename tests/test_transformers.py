@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import lowcomm
 from pipelines.launch import torchrun_command
-from tests.harness import clean_environment
+from tests.harness import clean_environment, refused
 from tests.test_api import digest, llama
 
 transformers = pytest.importorskip("transformers")
@@ -120,13 +120,6 @@ class Sampling(transformers.TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, *, model: nn.Module, **_: Any) -> None:
         self.seen.append(digest(list(model.parameters())))
-
-
-def refused(work: Any) -> str:
-    """The message with which something is refused."""
-    with pytest.raises(lowcomm.ConfigError) as error:
-        work()
-    return str(error.value)
 
 
 def under_torchrun(folder: Path) -> dict[str, Any]:

@@ -109,7 +109,7 @@ def test_one_seed_judges_nothing() -> None:
 
 
 def test_two_pairs_that_agree_by_chance_are_not_judged() -> None:
-    """They tell of no deviation, however far they are from nothing."""
+    """Two pairs that agree say nothing of how much pairs differ, however far their mean is from zero."""
     for needs in (HEADLINE, ABLATION):
         two = dataclasses.replace(needs, seeds=2)
         found = dataclasses.replace(lower(Paired(2, -0.02, 1e-6)), regime=two)

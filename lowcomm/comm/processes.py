@@ -84,7 +84,9 @@ def _is_loopback(address: str) -> bool:
 
 
 def _address_for_others(host: str, port: int) -> str:
-    """This machine's address towards another, by which others reach it too; one of the loopback where there is none.
+    """Return this machine's address towards another, by which others reach it too, or one of the loopback.
+
+    It is one of the loopback where the machine is on no network.
 
     A machine's own name may stand for its loopback, as Debian has it; then it is the address on the way to anywhere.
     """
@@ -147,7 +149,7 @@ def _of_this_start(store: dist.Store, rank: int, size: int, timeout_s: float) ->
 
 
 def _place(store: dist.Store, started_as: int, size: int, stages: int) -> int:
-    """The rank, in the World's grid, of the process that torchrun has given a number.
+    """Return the rank, in the World's grid, of the process to which torchrun has given a number.
 
     Raises ConfigError on every rank where they were started with unlike numbers of stages.
     """

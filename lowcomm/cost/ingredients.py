@@ -170,7 +170,8 @@ class Law:
 
 
 #: Of a table of penalties.
-COLUMNS = ("ingredient", "replicas", "amount", "parameters", "log_ratio", "deviation", "drift", "source")
+_ASKED, _MEASURED = ("replicas", "amount", "parameters"), ("log_ratio", "deviation", "drift")
+COLUMNS = ("ingredient", *_ASKED, *_MEASURED, "source")
 
 
 class Penalties:
@@ -190,11 +191,10 @@ class Penalties:
         self._sources: dict[str, dict[str, list[Any]]] = {}  # of each ingredient
         if lacking := [column for column in COLUMNS if column not in table]:
             raise ConfigError(f"a table of penalties has the columns {', '.join(COLUMNS)}; it lacks {lacking[0]}")
-        measured = COLUMNS[4:7]
-        for name in ("replicas", "amount", "parameters", *measured):
+        for name in (*_ASKED, *_MEASURED):
             if not pd.api.types.is_numeric_dtype(table[name]):
                 raise ConfigError(f"the column {name} of a table of penalties holds numbers, got {table[name].dtype}")
-        key = [name for name in COLUMNS if name not in measured]
+        key = ["source", "ingredient", *_ASKED]
         if (again := table[table.duplicated(key)]).size:
             raise ConfigError(f"a table of penalties has one row of each kind, got two of {list(again.iloc[0][key])}")
         for row in table.sort_values(["replicas", "amount", "parameters"]).itertuples():

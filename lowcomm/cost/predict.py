@@ -217,7 +217,7 @@ def predict(
             raise ValueError(f"speeds must be {config.replicas}, above 0 and at most 1, got {list(speeds)}")
         apart, taken = 1, [1] * config.replicas
         if config.exchanges_parameters and config.stages == 1:
-            apart = config.method.sync_every_steps // len(turns(config, 0))
+            apart = config.method.sync_every_steps // len(config.plan().fragments)
             taken = [max(1, math.ceil(speed * apart - 1e-9)) for speed in speeds]
         busy = [steps / (speed * apart) for steps, speed in zip(taken, speeds, strict=True)]
         longest = max(busy)  # of what a fast machine computes in as many steps

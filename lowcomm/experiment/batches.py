@@ -36,14 +36,14 @@ def differences(card: dict[str, Any], section: str, wanted: CorpusConfig | DataC
     return {key: (there.get(key), value) for key, value in asked.items() if there.get(key) != value}
 
 
-def _prepare(folder: Path) -> str:
+def prepare_command(corpus: str, scale: str) -> str:
     """Return the command that prepares a corpus, or prepares it again where it is damaged."""
-    return f"lowcomm prepare {folder.name} --scale {folder.parent.name}"
+    return f"lowcomm prepare {corpus} --scale {scale}"
 
 
 def read_card(folder: Path) -> dict[str, Any]:
     """The card of a prepared corpus. Raises ConfigError where there is none, or what it lacks to be one."""
-    file = folder / "card.json"
+    file, command = folder / "card.json", prepare_command(folder.name, folder.parent.name)
     try:
         card = json.loads(file.read_text())
         shards = [shard for split in ("train", "validation") for shard in card["splits"][split]["shards"]]
@@ -52,10 +52,10 @@ def read_card(folder: Path) -> dict[str, Any]:
         if card["dtype"] not in ("<u2", "<u4"):
             raise ValueError(f"tokens of dtype {card['dtype']!r}")
     except FileNotFoundError:
-        raise ConfigError(f"no corpus in {folder}: prepare it first ({_prepare(folder)})") from None
+        raise ConfigError(f"no corpus in {folder}: prepare it first ({command})") from None
     except (ValueError, TypeError, KeyError) as error:
         what = f"lacks {error}" if isinstance(error, KeyError) else str(error)
-        raise ConfigError(f"{file} is damaged ({what}): prepare the corpus again ({_prepare(folder)})") from None
+        raise ConfigError(f"{file} is damaged ({what}): prepare the corpus again ({command})") from None
     return card
 
 
@@ -67,7 +67,8 @@ def check_files(folder: Path, card: dict[str, Any]) -> None:
         path = folder / name
         if not path.exists() or (found := sha256(path)) != digest:
             state = f"has checksum {found[:12]}, the card says {digest[:12]}" if path.exists() else "is gone"
-            raise ConfigError(f"{path} {state}: prepare the corpus again ({_prepare(folder)})")
+            command = prepare_command(folder.name, folder.parent.name)
+            raise ConfigError(f"{path} {state}: prepare the corpus again ({command})")
 
 
 class TokenData:

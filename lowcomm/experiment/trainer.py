@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lowcomm.choices import choose
 from lowcomm.comm.world import World
-from lowcomm.experiment.batches import TokenData, differences
+from lowcomm.experiment.batches import TokenData, differences, prepare_command
 from lowcomm.experiment.config import RunConfig
 from lowcomm.experiment.inner import inner_optimizer, set_learning_rate
 from lowcomm.methods.boundary import make_boundary
@@ -121,7 +121,7 @@ class Trainer:
         for key, (was, value) in differences(data.card, "settings", config.data).items():
             raise ConfigError(
                 f"data.{key} = {value}, but the corpus was prepared with {was}:"
-                f" prepare it again (lowcomm prepare {config.data.corpus} --scale {config.scale})"
+                f" prepare it again ({prepare_command(config.data.corpus, config.scale)})"
             )
         if config.train.compile:
             torch.compiler.reset()  # what an earlier run in this process compiled must not decide what this one does

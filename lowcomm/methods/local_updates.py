@@ -571,7 +571,7 @@ def of_fragment(state: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
 
 
 def with_settings(method: MethodConfig, settings: Mapping[str, Any]) -> MethodConfig:
-    """A method with some fields replaced; where a list belongs, a single value may stand.
+    """Return a method with some fields replaced; a single value may stand where a list belongs.
 
     Raises ConfigError for a field that there is not, or a value that is not of its kind.
     """

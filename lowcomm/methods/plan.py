@@ -70,7 +70,7 @@ class Turn:
 
 def check_method(method: MethodConfig, replicas: int) -> None:
     """Raise ConfigError where the settings of a method do not go together, whatever the model."""
-    build(MethodConfig, dataclasses.asdict(method), "method")  # each value is of its kind
+    build(MethodConfig, dataclasses.asdict(method), "method")  # refuses a value that is not of its kind
     check_bounds("method", method)
     defaults = MethodConfig(method.exchange)
     check_settings(Peers, method.peers, "method.peers", method, defaults)
@@ -123,13 +123,17 @@ def _check_outer(method: MethodConfig, replicas: int) -> None:
                 raise ConfigError(f"method.{key}: {error}") from None
 
 
+def _members(method: MethodConfig, replicas: int) -> int:
+    """Return how many replicas exchange with each other at a turn, or more where they do not divide into groups."""
+    return method.group_size if "group_size" in choose(Peers, method.peers, "method.peers").settings else replicas
+
+
 def check_mean(method: MethodConfig, members: int) -> None:
     """Raise ConfigError where so many members are too few for a mean; of each value, where replicas train slices."""
     choose(Mean, method.mean, "method.mean").check(method, members // method.slices)
 
 
 def _check_messages(method: MethodConfig, defaults: MethodConfig, replicas: int) -> None:
-    peers = choose(Peers, method.peers, "method.peers")
     if make_codec(method.codec, method.codec_keep, where="method.codec").lossless:
         for key in ("error_feedback", "basis"):
             if getattr(method, key) != getattr(defaults, key):
@@ -139,7 +143,7 @@ def _check_messages(method: MethodConfig, defaults: MethodConfig, replicas: int)
                 )
     if method.error_feedback:
         check_feedback(method.codec, method.codec_keep, "method")
-    check_mean(method, method.group_size if "group_size" in peers.settings else replicas)
+    check_mean(method, _members(method, replicas))
     if not method.byzantine and method.byzantine_factor != defaults.byzantine_factor:
         raise ConfigError(f"method.byzantine_factor = {method.byzantine_factor} means nothing with byzantine = 0")
     if method.byzantine >= max(1, replicas):
@@ -181,9 +185,8 @@ def _check_slices(method: MethodConfig, defaults: MethodConfig, replicas: int) -
         raise ConfigError(f"method.sliced = {list(sliced)} must name what is sliced, once: mlp or layers, heads, out")
     if replicas % method.slices:
         raise ConfigError(f"method.slices = {method.slices} does not divide replicas = {replicas}")
-    in_groups = "group_size" in choose(Peers, method.peers, "method.peers").settings
     sends_parameters = choose(OuterOptimizer, method.outer, "method.outer").of(method).sends_parameters
-    if in_groups and sends_parameters and method.slices == method.group_size < replicas:
+    if sends_parameters and method.slices == _members(method, replicas) < replicas:
         raise ConfigError(
             f"method.group_size = {method.group_size} must be at least twice method.slices = {method.slices} with"
             f" method.outer = {method.outer}, of which parameters travel: else owners of a slice never meet"
