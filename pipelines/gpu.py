@@ -29,6 +29,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import gc
 import itertools
 import json
 import platform
@@ -214,8 +215,8 @@ def offload(bench: Bench) -> dict[str, Any]:
     for name, offloaded in (("on the device", False), ("offloaded", True)):
         period = max(2, bench.sizes.steps // 3)
         words = {"train": {"compile": False}, "method": {"offload_outer": offloaded, "sync_every_steps": period}}
-        config = bench.run("streaming/h30", **words)
-        found[name] = _trained(bench, config)
+        gc.collect()  # what an earlier run held on the device is not this one's
+        found[name] = _trained(bench, bench.run("streaming/h30", **words), memory=True)
     return _compared(found)
 
 
@@ -233,8 +234,8 @@ def _compared(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return found | {"bit_equal": len({run["val_loss"] for run in found.values()}) == 1}
 
 
-def _trained(bench: Bench, config: RunConfig) -> dict[str, Any]:
-    """Train a run in threads; return its loss, the median seconds of a step, and the most memory that it took."""
+def _trained(bench: Bench, config: RunConfig, *, memory: bool = False) -> dict[str, Any]:
+    """Train a run in threads; return its loss, the median seconds of a step and, if asked, its peak of memory."""
     marks: list[float] = []
 
     def mark(trainer: Trainer, row: dict[str, Any]) -> None:
@@ -246,18 +247,13 @@ def _trained(bench: Bench, config: RunConfig) -> dict[str, Any]:
         folder = RunFolder.beside(Path(out) / "run")
         begin = time.perf_counter()
         summary = train_in_threads(config, bench.data, folder, on_row=mark)
-        peak = _peak_memory(folder)
+        times = json.loads((folder.times / "times.json").read_text())
     steps = [after - before for before, after in itertools.pairwise(marks)]
     return {
         "val_loss": summary["val_loss"],
         "first_step_seconds": marks[0] - begin,
         "step_seconds": statistics.median(steps[len(steps) // 4 :]),  # compiled and warm
-        "peak_memory_bytes": peak,
-    }
-
-
-def _peak_memory(folder: RunFolder) -> int:
-    return json.loads((folder.times / "times.json").read_text())["peak_memory_bytes"]
+    } | ({"peak_memory_bytes": times["peak_memory_bytes"]} if memory else {})
 
 
 def ranks(bench: Bench) -> dict[str, Any]:
@@ -285,8 +281,8 @@ def _under_torchrun(bench: Bench, run: str, variant: str, count: int, backend: s
         if done.returncode:
             raise RuntimeError(f"{run} with {backend}: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
         folder = RunFolder.beside(Path(out) / "run")
-        loss, peak = folder.read_summary()["val_loss"], _peak_memory(folder)
-    return {"ranks": count, "val_loss": loss, "seconds": time.perf_counter() - begin, "peak_memory_bytes": peak}
+        loss = folder.read_summary()["val_loss"]
+    return {"ranks": count, "val_loss": loss, "seconds": time.perf_counter() - begin}
 
 
 def speed(bench: Bench) -> dict[str, Any]:
@@ -425,8 +421,8 @@ def _shown_runs(found: dict[str, Any]) -> list[str]:
             "": name,
             "validation loss": f"{row['val_loss']:.6f}",
             "ms per step": f"{1000 * row['step_seconds']:.4g}" if "step_seconds" in row else "",
-            "peak memory": si_bytes(row["peak_memory_bytes"]),
         }
+        | ({"peak memory": si_bytes(row["peak_memory_bytes"])} if "peak_memory_bytes" in row else {})
         for name, row in found.items()
         if isinstance(row, dict)
     ]
@@ -440,7 +436,6 @@ def _shown_speed(found: dict[str, Any]) -> list[str]:
             "arithmetic": row["precision"] + (", compiled" if row["compiled"] else ""),
             "tokens/s": f"{row['tokens_per_second']:,.0f}",
             "of the products' speed": f"{row['share_of_product']:.0%}",
-            "peak memory": si_bytes(row["peak_memory_bytes"]),
         }
         for row in found["models"]
     ]
@@ -488,7 +483,8 @@ PARTS = {
     ),
     "ranks": Part(
         ranks,
-        "Two replicas of DiLoCo as threads and as processes; NCCL with a rank for each GPU.",
+        "Two replicas of DiLoCo as threads and as processes, whose losses are compared, and NCCL with a rank for each GPU,"
+        " which with one GPU is one replica.",
         _shown_runs,
     ),
     "speed": Part(

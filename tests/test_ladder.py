@@ -568,16 +568,19 @@ def test_points_of_another_corpus_are_shown_and_not_added_to(small: Ladder, caps
     assert again.origin == Origin.here(again) != Origin.here(small)
 
 
-def test_a_worker_that_is_done_when_another_fails_ends_too(small: Ladder) -> None:
-    """It waits for its next point, and its outcome is never read."""
+def test_a_point_that_is_done_when_another_fails_is_kept(small: Ladder) -> None:
+    """Its worker waits for the next one by then, and ends too."""
+    assert main(["prepare"], small) == 0
+    point = small.trial(small.plan.rows["plain"], "a", {"lr": 0.01})
     with workers.Workers() as some:
         some._start()
         pipe = some._idle.pop()
-        some._busy[pipe] = None
-        pipe.send("no point at all")
+        some._busy[pipe] = (None, point)
+        pipe.send(point)
         assert pipe.poll(60)
         time.sleep(0.5)  # by when it waits
     assert [process.exitcode for process in some._processes] == [0]
+    assert point.read()["val_loss"] > 0
 
 
 def test_headlines_are_of_the_largest_rung_that_has_them(small: Ladder) -> None:

@@ -160,12 +160,18 @@ class Workers:
         for pipe in self._idle:
             with contextlib.suppress(BrokenPipeError):
                 pipe.send(None)
-        for process in self._processes:
-            if self._busy and process.is_alive():
-                process.terminate()  # the worker writes a checkpoint
-        for pipe in self._busy:
-            pipe.close()  # nobody reads what is left in it, and a worker that was done already hears of its end
+        if self._busy:
+            for process in self._processes:
+                if process.is_alive():
+                    process.terminate()  # the worker writes a checkpoint
         until = time.monotonic() + self._stopping_s
+        while self._busy and (told := wait(list(self._busy), max(0.0, until - time.monotonic()))):
+            for pipe in told:
+                _, point = self._busy.pop(pipe)
+                with pipe, contextlib.suppress(RuntimeError):  # it was told to stop; or it was done before, and is kept
+                    self._keep(point, self._received(pipe, point))
+        for pipe in self._busy:
+            pipe.close()  # nobody reads what is left in it
         for process in self._processes:
             process.join(max(0.0, until - time.monotonic()))
             process.kill()
@@ -198,10 +204,14 @@ class Workers:
                 outcome = self._received(pipe, self._busy[pipe][1])
                 task, point = self._busy.pop(pipe)
                 self._idle.append(pipe)
-                write_whole(point.file, json.dumps(outcome, indent=1) + "\n")
-                loss = "diverged" if outcome["val_loss"] is None else f"{outcome['val_loss']:.4f}"
-                print(f"{point.title}: {loss} ({outcome['seconds']:.0f} s)", flush=True)
+                self._keep(point, outcome)
                 begun.append((task, outcome))
+
+    @staticmethod
+    def _keep(point: Point, outcome: dict[str, Any]) -> None:
+        write_whole(point.file, json.dumps(outcome, indent=1) + "\n")
+        loss = "diverged" if outcome["val_loss"] is None else f"{outcome['val_loss']:.4f}"
+        print(f"{point.title}: {loss} ({outcome['seconds']:.0f} s)", flush=True)
 
     @staticmethod
     def _received(pipe: Connection, point: Point) -> dict[str, Any]:
