@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,7 @@ from safetensors.torch import load_file
 
 from lowcomm import ConfigError, elastic_store
 from lowcomm.comm.elastic import SharedLog
-from lowcomm.comm.membership import Roll, Rules
+from lowcomm.comm.membership import Entry, Join, Roll, Rules
 from lowcomm.comm.notes import Notes
 from lowcomm.comm.start import run_threads
 from lowcomm.comm.world import World
@@ -29,7 +32,7 @@ from lowcomm.experiment.train import train_in_threads
 from lowcomm.experiment.trainer import is_due
 from pipelines.launch import torchrun_command
 from tests.conftest import command_line, small_run
-from tests.harness import clean_environment, in_threads
+from tests.harness import Group, clean_environment, command, in_threads
 
 PATIENT = Rules(timeout_s=10.0, grace_s=8.0)
 
@@ -50,36 +53,72 @@ def test_what_is_done_every_so_many_steps_is_done_where_some_are_skipped() -> No
     assert not is_due(0, 9, 10)
 
 
-def begun(command: list[str], store: Notes, slot: int, *more: str) -> subprocess.Popen:
-    """Start a slot of a run by its command line, with short waits; what it says can be read."""
-    words = ["--store", f"127.0.0.1:{store.port}", "--slot", str(slot), "--grace", "1", "--timeout", "5", *more]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen([*command, *words], env=clean_environment(), **pipes)
-
-
 def summaries_of(folder: Path, slots: int) -> list[dict[str, Any]]:
     """Return the summaries of all slots of a run."""
     return [json.loads((folder / f"slot-{slot:03d}/summary.json").read_text()) for slot in range(slots)]
 
 
-class Watch:
-    """Follows the log of a run whose replicas are processes."""
+class Run:
+    """A run of which slot 0 trains in threads of the test, others are processes, and the log is followed.
 
-    def __init__(self, store: Notes, *, slots: int, quorum: int, children: list[subprocess.Popen]):
-        self.log, self.roll = SharedLog(elastic_store(f"127.0.0.1:{store.port}")), Roll(slots, quorum)
-        self.children = children
+    Slot 0 can be held. Where the others want it for a quorum, or have left, the run does not end before it goes on.
+    """
+
+    def __init__(self, config: RunConfig, store: Notes, corpus: Path, folder: Path, *, quorum: int):
+        self.config, self.store, self.corpus, self.folder, self.quorum = config, store, corpus, folder, quorum
+        self.log, self.roll = SharedLog(elastic_store(f"127.0.0.1:{store.port}")), Roll(config.replicas, quorum)
+        self.goes_on = threading.Event()
+        self.goes_on.set()
+        self.first: list[Any] = []
+        self.latest: Entry | None = None
+
+    def words(self, slot: int) -> list[str]:
+        """What `lowcomm.train` takes to train a slot."""
+        words = [*command_line(self.config, self.corpus, self.folder), "--store", f"127.0.0.1:{self.store.port}"]
+        return [*words, "--slot", str(slot), "--quorum", str(self.quorum), "--grace", "1", "--timeout", "5"]
+
+    def begin(self) -> None:
+        """Begin with slot 0, in a thread for each of its stages."""
+
+        def stage(own: World) -> dict[str, Any]:
+            notes, rules = elastic_store(f"127.0.0.1:{self.store.port}"), Rules(timeout_s=5.0, grace_s=1.0)
+            more = {"rules": rules, "quorum": self.quorum, "own": own, "on_row": lambda *_: self.goes_on.wait(120)}
+            return train_elastic(self.config, notes, 0, self.corpus, self.folder, **more)
+
+        def train() -> None:
+            self.first += run_threads(stage, replicas=1, stages=self.config.stages)
+
+        self.thread = threading.Thread(target=train, daemon=True)
+        self.thread.start()
+
+    def held_until(self, slot: int) -> None:
+        """Hold slot 0 until a process has joined as another."""
+        self.goes_on.clear()
+        self.follow(lambda: isinstance(self.latest, Join) and self.latest.slot == slot)
+        self.goes_on.set()
 
     def wait_for(self, *slots: int) -> None:
         """Wait for a round of these slots alone, from now on."""
-        end, there = time.monotonic() + 120, len(self.roll.rounds)
-        while not any(set(r.slots) == set(slots) for r in self.roll.rounds[there:]):
-            for child in self.children:
-                assert child.poll() in (None, -signal.SIGKILL), child.communicate()[0]
+        there = len(self.roll.rounds)
+        self.follow(lambda: any(set(r.slots) == set(slots) for r in self.roll.rounds[there:]))
+
+    def follow(self, until: Callable[[], bool]) -> None:
+        """Follow the log until something holds."""
+        end = time.monotonic() + 120
+        while not until():
             assert time.monotonic() < end
             if (entry := self.log.read(self.roll.length)) is not None:
                 self.roll.take(entry)
+                self.latest = entry
             else:
+                assert self.thread.is_alive()
                 time.sleep(0.02)
+
+    def end(self) -> list[dict[str, Any]]:
+        """Wait for the end of slot 0; returns the summaries of all."""
+        self.thread.join(120)
+        assert self.first
+        return summaries_of(self.folder, self.config.replicas)
 
 
 #: Runs at which nothing of another replica is asked for, and what makes them small.
@@ -137,38 +176,30 @@ def test_without_faults_a_run_is_the_same_bit_for_bit(run: str, store: Notes, co
 @pytest.mark.skipif(sys.platform != "linux", reason="sends signals")
 def test_a_run_outlives_a_kill_and_one_that_leaves(store: Notes, corpus: Path, tmp_path: Path) -> None:
     """One of three is killed and one told to stop; both come back by the same command, and nothing is lost."""
-    config = small_run(replicas=3, train={"steps": 600, "global_batch": 6}, checkpoint={"every_steps": 20})
-
-    def start(slot: int) -> subprocess.Popen:
-        words = [sys.executable, "-m", "lowcomm.train", *command_line(config, corpus, tmp_path / "run")]
-        return begun(words, store, slot, "--quorum", "2")
-
-    children = [start(slot) for slot in range(3)]
-    watch = Watch(store, slots=3, quorum=2, children=children)
-    try:
-        watch.wait_for(0, 1, 2)
-        children[1].kill()
-        watch.wait_for(0, 2)
-        children[1].communicate()
-        children[1] = start(1)
-        watch.wait_for(0, 1, 2)
-        children[2].send_signal(signal.SIGTERM)
-        said = children[2].communicate(timeout=60)[0]
-        assert children[2].returncode == 0
-        assert "the same command comes back" in said
-        children[2] = start(2)
-        for child in children:
-            said, _ = child.communicate(timeout=120)
-            assert child.returncode == 0, said
-    finally:
-        for child in children:
-            child.kill()
-            child.communicate()
-    summaries = summaries_of(tmp_path / "run", 3)
+    config = small_run(replicas=3, train={"steps": 300, "global_batch": 6}, checkpoint={"every_steps": 20})
+    run = Run(config, store, corpus, tmp_path / "run", quorum=2)
+    run.begin()
+    children = {slot: Group(command, *run.words(slot)) for slot in (1, 2)}
+    run.wait_for(0, 1, 2)
+    children[1].kill(*children[1].processes)
+    run.wait_for(0, 2)
+    children[1] = Group(command, *run.words(1))
+    run.held_until(1)
+    run.wait_for(0, 1, 2)
+    os.kill(children[2].processes[0].pid, signal.SIGTERM)
+    done = children[2].wait(60)
+    assert done.returncode == 0, done.stdout
+    assert "the same command comes back" in done.stdout
+    children[2] = Group(command, *run.words(2))
+    run.held_until(2)
+    for child in children.values():
+        done = child.wait(120)
+        assert done.returncode == 0, done.stdout
+    summaries = run.end()
     assert [s["rounds"] for s in summaries] == [summaries[0]["rounds"]] * 3
     assert len({s["val_loss"] for s in summaries}) == 1
     rounds = summaries[0]["rounds"]
-    assert [r["step"] for r in rounds] == list(range(4, 601, 4))
+    assert [r["step"] for r in rounds] == list(range(4, 301, 4))
     assert {tuple(r["slots"]) for r in rounds} >= {(0, 1, 2), (0, 2)}
     each = config.local_batch * config.train.seq_len
     _counted_as_in_rounds(summaries[0], 4, each)
@@ -205,30 +236,26 @@ def test_without_faults_a_run_of_pipelines_is_the_same_bit_for_bit(
 @pytest.mark.longest
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_a_pipeline_leaves_as_a_whole_and_comes_back(store: Notes, corpus: Path, tmp_path: Path) -> None:
-    config = small_run(stages=2, train={"steps": 1000, "accumulation": 2}, checkpoint={"every_steps": 20})
-
-    def start(slot: int) -> subprocess.Popen:
-        command = torchrun_command(2, "lowcomm.train", *command_line(config, corpus, tmp_path / "run"))
-        command.insert(command.index("lowcomm.train") - 1, "--max-restarts=1")
-        return begun(command, store, slot)
-
-    children = [start(slot) for slot in range(2)]
-    watch = Watch(store, slots=2, quorum=1, children=children)
-    try:
-        watch.wait_for(0, 1)
-        stages = psutil.Process(children[1].pid).children()
-        next(stage for stage in stages if stage.environ()["RANK"] == "1").kill()
-        watch.wait_for(0)
-        watch.wait_for(0, 1)
-        for child in children:
+    config = small_run(stages=2, train={"steps": 300, "accumulation": 2}, checkpoint={"every_steps": 20})
+    run = Run(config, store, corpus, tmp_path / "run", quorum=1)
+    words = torchrun_command(2, "lowcomm.train", *run.words(1))
+    words.insert(words.index("lowcomm.train") - 1, "--max-restarts=1")
+    run.begin()
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(words, env=clean_environment(), **pipes) as child:
+        try:
+            run.held_until(1)
+            run.wait_for(0, 1)
+            stages = psutil.Process(child.pid).children()
+            next(stage for stage in stages if stage.environ()["RANK"] == "1").kill()
+            run.wait_for(0)
+            run.held_until(1)
+            run.wait_for(0, 1)
             said, _ = child.communicate(timeout=120)
             assert child.returncode == 0, said
-    finally:
-        for child in children:
+        finally:
             child.terminate()
-            child.wait()
-            child.stdout.close()
-    summaries = summaries_of(tmp_path / "run", 2)
+    summaries = run.end()
     assert summaries[0]["rounds"] == summaries[1]["rounds"]
     assert len({s["val_loss"] for s in summaries}) == 1
     first, second = (load_file(tmp_path / f"run/slot-{slot:03d}/model.safetensors") for slot in range(2))
