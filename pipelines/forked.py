@@ -16,10 +16,10 @@ import os
 import signal
 import sys
 import uuid
-from multiprocessing import forkserver
 from typing import Any
 
 from lowcomm.experiment import SAVING_S
+from pipelines.launch import process_context
 
 
 def _pass_on(number: int, _: Any) -> None:
@@ -38,9 +38,8 @@ def main(argv: list[str]) -> int:
         print(f"{said}\nusage: python -m pipelines.forked RANKS RUN [as python -m lowcomm.train]", file=sys.stderr)
         return 2
     ranks, *words = argv
-    multiprocessing.set_forkserver_preload(["lowcomm.train", "torch._dynamo"])  # torch.optim imports the latter late
-    forkserver.ensure_running()  # it imports torch while this process does
-    import torch
+    # The server imports torch while this process does; torch.optim imports torch._dynamo late.
+    context = process_context("lowcomm.train", "torch._dynamo")
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -58,7 +57,7 @@ def main(argv: list[str]) -> int:
         max_restarts=0,
         shutdown_timeout=SAVING_S,
         signals_to_handle="SIGHUP,SIGQUIT",
-        start_method="spawn" if torch.cuda.device_count() else "forkserver",
+        start_method=context.get_start_method(),
     )
     try:
         elastic_launch(config, train)(words)

@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import html
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -21,6 +22,7 @@ import sys
 import time
 from dataclasses import dataclass
 from itertools import zip_longest
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +37,7 @@ from pipelines.project import BUILD, PROJECT, ROOT, data_dir, run_config, run_po
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+    from multiprocessing.context import BaseContext
 
     from lowcomm.experiment.config import RunConfig
 
@@ -52,6 +55,19 @@ def environment(wanted: Mapping[str, str]) -> Iterator[None]:
     finally:
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def process_context(*modules: str) -> BaseContext:
+    """Return how processes of Python start: forked by a server that has imported these modules, or anew with GPUs.
+
+    torch is seconds of a core to import. The server is started by the first call, with the environment that there is
+    then, and is the same for the whole process.
+    """
+    if shutil.which("nvidia-smi"):
+        return multiprocessing.get_context("spawn")
+    multiprocessing.set_forkserver_preload(list(modules))
+    forkserver.ensure_running()
+    return multiprocessing.get_context("forkserver")
 
 
 def torchrun_command(ranks: int, module: str, *words: str) -> list[str]:

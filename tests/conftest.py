@@ -86,7 +86,7 @@ def settings_of(config: RunConfig) -> list[str]:
 
 
 def command_line(config: RunConfig, corpus: Path, out: Path) -> list[str]:
-    """What `lowcomm.train` takes to train `config`."""
+    """Return the words with which `lowcomm.train` trains `config`."""
     words = [config.name, *(["--variant", config.variant] if config.variant else [])]
     words += ["--scale", "smoke", "--data", str(corpus), "--out", str(out)]
     return words + [w for s in settings_of(config) for w in ("--set", s)]

@@ -5,30 +5,30 @@ A case is a function `case(world, folder) -> JSON` in `tests/cases.py`.
 
 from __future__ import annotations
 
-import functools
+import ctypes
 import json
-import multiprocessing
 import os
+import runpy
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from multiprocessing import forkserver
+from collections.abc import Callable, Sequence
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.distributed import TCPStore
 
 from lowcomm.comm.config import CommConfig
 from lowcomm.comm.start import run_threads, world_from_torchrun
+from lowcomm.comm.testbed import Testbed
 from lowcomm.comm.wire import VirtualClock
 from pipelines.ladder.plan import Ladder, write_whole
-from pipelines.launch import environment
+from pipelines.launch import environment, process_context
 from pipelines.project import ROOT
 
 
@@ -57,15 +57,10 @@ def command(*words: str) -> None:
     sys.exit(main(list(words)))
 
 
-@functools.cache
 def _context() -> BaseContext:
-    """Return how processes start: forked by a server that has imported torch, which takes seconds; anew with GPUs."""
-    if torch.cuda.device_count():
-        return multiprocessing.get_context("spawn")
-    multiprocessing.set_forkserver_preload(["lowcomm.train", "torch._dynamo", "tests.cases"])
+    """Return how the tests' processes start: with an environment that has nothing of pytest's."""
     with environment(clean_environment()):
-        forkserver.ensure_running()
-    return multiprocessing.get_context("forkserver")
+        return process_context("lowcomm.train", "torch._dynamo", "pipelines.ladder.positions", "tests.cases")
 
 
 class Group:
@@ -134,6 +129,92 @@ def _begin(said: str, wanted: dict[str, str], work: Callable[..., None], args: t
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
     work(*args)
+
+
+class ForkingTestbed(Testbed):
+    """A testbed on which `python -m MODULE` is forked by a server that has imported torch, as the ranks of `Group` are.
+
+    As on any, each node has its own network and its own /sys.
+    """
+
+    def _begin(
+        self, namespace: str, words: Sequence[str], environment: dict[str, str], **popen: Any
+    ) -> subprocess.Popen | _Forked:
+        if list(words[:2]) == [sys.executable, "-m"]:
+            return _Forked(namespace, environment, words[2:], **popen)
+        return super()._begin(namespace, words, environment, **popen)
+
+
+class _Forked:
+    """A module that runs in a process of its own in a namespace, with what is used of a `subprocess.Popen`."""
+
+    stdin = stderr = stdout = None
+
+    def __init__(
+        self,
+        namespace: str,
+        wanted: dict[str, str],
+        words: Sequence[str],
+        *,
+        stdout: Any = None,
+        stderr: int | None = None,
+        text: bool = False,
+        start_new_session: bool = False,
+    ) -> None:
+        assert stderr in (None, subprocess.STDOUT)
+        with tempfile.TemporaryDirectory() as folder:
+            said = os.devnull if stdout is None else f"{folder}/said" if stdout == subprocess.PIPE else stdout.name
+            if stdout == subprocess.PIPE:
+                os.mkfifo(said)
+            args = (said, wanted, _run_module, (namespace, words, start_new_session))
+            self._process = _context().Process(target=_begin, args=args, daemon=True)
+            self._process.start()
+            if stdout == subprocess.PIPE:
+                self.stdout = open(said, "r" if text else "rb")  # noqa: SIM115, as whoever started it closes it
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if (status := self._process.exitcode) is None:
+            raise subprocess.TimeoutExpired("a forked module", timeout)
+        return status
+
+    def communicate(self, timeout: float | None = None) -> tuple[str | bytes, None]:
+        said = self.stdout.read()
+        self.wait(timeout)
+        return said, None
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+_CLONE_NEWNS, _MS_SLAVE_AND_BELOW = 0x20000, 0x84000
+
+
+def _run_module(namespace: str, words: Sequence[str], new_session: bool) -> None:
+    """Enter a namespace and run a module with its words there, as `ip netns exec NAMESPACE python -m WORDS` does."""
+    if new_session:
+        os.setsid()
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/run/netns/{namespace}") as there:
+        entered = [libc.setns(there.fileno(), 0), libc.unshare(_CLONE_NEWNS)]
+    entered.append(libc.mount(b"none", b"/", None, _MS_SLAVE_AND_BELOW, None))
+    entered.append(libc.mount(namespace.encode(), b"/sys", b"sysfs", 0, None))
+    if any(entered):
+        raise OSError(ctypes.get_errno(), f"no way into the namespace {namespace}: {entered}")
+    sys.argv = list(words)
+    runpy.run_module(words[0], run_name="__main__", alter_sys=True)
 
 
 class OnlyTheLink(VirtualClock):

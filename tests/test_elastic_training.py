@@ -73,7 +73,7 @@ class Run:
         self.latest: Entry | None = None
 
     def words(self, slot: int) -> list[str]:
-        """What `lowcomm.train` takes to train a slot."""
+        """Return the words with which `lowcomm.train` trains a slot."""
         words = [*command_line(self.config, self.corpus, self.folder), "--store", f"127.0.0.1:{self.store.port}"]
         return [*words, "--slot", str(slot), "--quorum", str(self.quorum), "--grace", "1", "--timeout", "5"]
 

@@ -115,20 +115,26 @@ def test_every_part_runs_with_nothing_to_install_and_is_done_once(here: Path) ->
     assert there(here, "--parts", "codecs,offload").splitlines() == ["codecs: done before", "offload: done before"]
 
 
-def test_points_go_on_where_time_was_up_and_are_trained_once(here: Path) -> None:
+def test_points_go_on_where_time_was_up_and_are_trained_once(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ladder = Ladder(here / "ladder", here / "there", here / "results")
+
+    def said(*words: str) -> str:
+        assert gpu.main([*words], ladder, here / "ladder.tar.xz", here / "gpu") == 0
+        return capsys.readouterr().out
+
     there(here, "--parts", "tuning", "--rungs", "a", "--rows", "streaming/h30")
-    there(here, "--parts", "points", "--minutes", "0.05")  # less than what is kept for writing a checkpoint
+    said("--parts", "points", "--minutes", "0.05")  # less than what is kept for writing a checkpoint
     (file,) = (here / "gpu").glob("*.json")
     told = json.loads(file.read_text())["parts"]
     assert (told["tuning"], told["points"]) == ({"a": {"trials": 1}}, {"b": {"done": 0, "of": 2}})
     assert (here / "results" / "tuning" / "a" / "streaming" / "h30" / "lr=0.01.json").exists()
-    assert "not tuned yet: streaming/h30" not in there(here, "--parts", "points", "--rungs", "a", "--minutes", "0.05")
-    assert "data_parallel/batch at b, seed 0: " in there(here, "--parts", "points")
+    assert "not tuned yet: streaming/h30" not in said("--parts", "points", "--rungs", "a", "--minutes", "0.05")
+    assert "data_parallel/batch at b, seed 0: " in said("--parts", "points")
     assert json.loads(file.read_text())["parts"]["points"] == {"b": {"done": 2, "of": 2}}
     points = sorted((here / "results" / "points" / "b").rglob("*.json"))
     assert [point.parent.name for point in points] == ["batch", "m2"]
     assert "| b | 2 of 2 |" in (here / "gpu" / "README.md").read_text()
-    assert "data_parallel/batch" not in there(here, "--parts", "points")
+    assert "data_parallel/batch" not in said("--parts", "points")
 
 
 def test_a_row_that_is_not_tuned_yet_is_named(here: Path) -> None:

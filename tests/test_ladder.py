@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pandas as pd
+import psutil
 import pytest
 import torch
 import yaml
@@ -510,7 +511,7 @@ def test_a_ladder_that_is_killed_goes_on(number: signal.Signals, small: Ladder) 
     deadline = time.monotonic() + 60
     while not (first := outcomes(small)) and time.monotonic() < deadline:
         time.sleep(0.02)
-    started = [int(p) for p in Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split()]
+    started = [process.pid for process in psutil.Process(child.pid).children(recursive=True)]
     child.send_signal(number)
     assert child.wait(60) == (1 if number == signal.SIGTERM else -number)
     while any(Path(f"/proc/{pid}").exists() for pid in started) and time.monotonic() < deadline:

@@ -36,7 +36,7 @@ from pipelines.launch import (
 )
 from pipelines.project import BUILD, run_points
 from tests.conftest import command_line, settings_of, small_run
-from tests.harness import ROOT, clean_environment
+from tests.harness import ROOT, Group, clean_environment, command
 
 SETTINGS = settings_of(small_run("diloco_m2"))
 
@@ -391,21 +391,17 @@ def test_a_stop_ends_a_sweep_between_its_points_too(corpus: Path, tmp_path: Path
 
 def test_the_command_line_refuses_what_contradicts_all(corpus: Path, tmp_path: Path) -> None:
     def told(*words: str, **environment: str) -> str:
-        command = [sys.executable, "-m", "lowcomm.train", "overtraining_streaming", "--scale", "smoke", *words]
-        environment = clean_environment(**environment)
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        done = Group(command, *words, **environment).wait()
         assert done.returncode == 1
-        return done.stderr
+        return done.stdout
 
-    assert "run overtraining_streaming is a sweep: choose one of its variants, m2_budget_1" in told()
-    assert "--variant, --seed and --times mean nothing with it" in told("--all", "--seed", "1")
-    assert "no point of run overtraining_streaming has 3 ranks" in told("--all", WORLD_SIZE="3")
+    sweep = ("overtraining_streaming", "--scale", "smoke")
+    assert "run overtraining_streaming is a sweep: choose one of its variants, m2_budget_1" in told(*sweep)
+    assert "--variant, --seed and --times mean nothing with it" in told(*sweep, "--all", "--seed", "1")
+    assert "no point of run overtraining_streaming has 3 ranks" in told(*sweep, "--all", WORLD_SIZE="3")
     jobs = tmp_path / "jobs.json"
     jobs.write_text('["overtraining_streaming"]')
-    command = [sys.executable, "-m", "lowcomm.train", "--jobs", str(jobs)]
-    done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert "jobs.json must be a JSON list of lists of words" in done.stderr
+    assert "jobs.json must be a JSON list of lists of words" in told("--jobs", str(jobs))
 
 
 def test_the_tail_gives_whole_lines_once(tmp_path: Path) -> None:

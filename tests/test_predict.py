@@ -156,9 +156,24 @@ def test_sharded_models_are_not_predicted() -> None:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_bytes_are_the_ledgers(name: str, corpus: Path, tmp_path: Path) -> None:
-    config = _run(name)
-    summary = train_in_threads(config, corpus, tmp_path / "run")
+def test_a_run_sends_holds_and_takes_what_is_predicted(name: str, corpus: Path, tmp_path: Path) -> None:
+    config, held = _run(name, steps=44, comm={"trace": True}), {}
+
+    def look(trainer: Trainer, row: dict) -> None:
+        before = held.get(trainer.world.stage, (0, 0, 0))
+        held[trainer.world.stage] = tuple(map(max, before, _held(trainer, row["step"])))
+
+    folder = RunFolder(tmp_path / "run", tmp_path / "times")
+    summary = train_in_threads(config, corpus, folder, on_row=look)
+    _bytes_are_the_ledgers(config, summary)
+    for stage, (weights, moments, outer) in held.items():
+        told = stage_memory(config, stage)
+        assert (told.weights, told.optimizer, told.outer_on_device) == (weights, moments, outer)
+    assert node_bytes(config) > max(sum(parts) for parts in held.values())
+    _a_slow_link_is_as_its_replay(config, folder)
+
+
+def _bytes_are_the_ledgers(config: RunConfig, summary: dict[str, Any]) -> None:
     sent, t, h = summary["sent_bytes"], config.train, config.method.sync_every_steps
     activations, gradients = message_bytes(config)
     assert sent["route/activations"] == activations * t.accumulation * t.steps
@@ -184,32 +199,29 @@ def test_bytes_are_the_ledgers(name: str, corpus: Path, tmp_path: Path) -> None:
     assert sum(by_rank) == pytest.approx(total)
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_memory_is_what_a_trainer_holds(name: str, corpus: Path, tmp_path: Path) -> None:
-    config, found = _run(name, steps=24), {}  # long enough for two rounds of every fragment
+def _held(trainer: Trainer, step: int) -> tuple[int, int, int]:
+    """Return the bytes of weights, of moments and of outer state on the device that a trainer holds after a step."""
+    engine, config, outer = trainer.engine, trainer.config, 0
+    if isinstance(engine, LocalUpdates):
+        outer = sum(f.resident + (f.peers is not None) * 4 * f.numel for f in engine.fragments)
+        if config.method.offload_outer:
+            for index, f in enumerate(engine.fragments):  # what the next step's turns need is on its way already
+                whole = f.under_way is not None and f.due <= step + 1
+                sent = index in engine.plan.turns(step + 1)
+                copies = len(f._stepped) if whole else sent * (1 + (f.feedback > 0))
+                assert f.resident == 4 * f.numel * copies
+    weights = sum(4 * p.numel() for p in trainer.model.parameters())
+    kept = trainer.optimizer.state.values()
+    return weights, sum(4 * v.numel() for s in kept for n, v in s.items() if n != "step"), outer
 
-    def look(trainer: Trainer, row: dict) -> None:
-        engine, outer = trainer.engine, [0]
-        if isinstance(engine, LocalUpdates):
-            held = [f.resident + (f.peers is not None) * 4 * f.numel for f in engine.fragments]
-            if config.method.offload_outer:
-                for index, f in enumerate(engine.fragments):  # what the next step's turns need is on its way already
-                    whole = f.under_way is not None and f.due <= row["step"] + 1
-                    sent = index in engine.plan.turns(row["step"] + 1)
-                    copies = len(f._stepped) if whole else sent * (1 + (f.feedback > 0))
-                    assert f.resident == 4 * f.numel * copies
-            outer = [sum(held)]
-        weights = sum(4 * p.numel() for p in trainer.model.parameters())
-        kept = trainer.optimizer.state.values()
-        moments = sum(4 * v.numel() for s in kept for n, v in s.items() if n != "step")
-        before = found.get(trainer.world.stage, (0, 0, 0))
-        found[trainer.world.stage] = tuple(map(max, before, (weights, moments, *outer)))
 
-    train_in_threads(config, corpus, tmp_path / "run", on_row=look)
-    for stage, (weights, moments, outer) in found.items():
-        told = stage_memory(config, stage)
-        assert (told.weights, told.optimizer, told.outer_on_device) == (weights, moments, outer)
-    assert node_bytes(config) > max(sum(parts) for parts in found.values())
+def _a_slow_link_is_as_its_replay(config: RunConfig, folder: RunFolder) -> None:
+    """At 10 kbit/s computing is next to nothing, so the machine's speed decides nothing. Rounds from 3 to 10, of 11."""
+    assert read_metrics(folder.metrics(0))
+    spans = window(read_traces(folder.times), 9, 40)
+    again = float(replay(spans, 1e-5).seconds) / 32
+    expected = predict(config, [(0.0, 1e-9)] * 2, Links(0.01))
+    assert float(expected.step_seconds) == pytest.approx(again, rel=0.1)
 
 
 @pytest.mark.parametrize("kind", ["dense", "low_rank", "projection"])
@@ -312,18 +324,6 @@ def test_flops_of_stages_are_those_of_the_whole() -> None:
         assert sum(f + b for f, b in stages) == whole
     narrow, wide = (stage_flops(_run(n)) for n in ("subspace", "gradients"))
     assert all(a[0] == b[0] and a[1] > b[1] for a, b in zip(narrow, wide, strict=True))
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_a_slow_link_is_predicted_as_its_replay(name: str, corpus: Path, tmp_path: Path) -> None:
-    """At 10 kbit/s computing is next to nothing, so the machine's speed decides nothing. Rounds from 3 to 10, of 11."""
-    config = _run(name, steps=44, comm={"trace": True})
-    train_in_threads(config, corpus, RunFolder(tmp_path / "run", tmp_path / "times"))
-    assert read_metrics(tmp_path / "run" / "metrics" / "rank-000.jsonl")
-    spans = window(read_traces(tmp_path / "times"), 9, 40)
-    again = float(replay(spans, 1e-5).seconds) / 32
-    expected = predict(config, [(0.0, 1e-9)] * 2, Links(0.01))
-    assert float(expected.step_seconds) == pytest.approx(again, rel=0.1)
 
 
 def test_of_two_overlaps_the_shorter_one_is_waited_for() -> None:

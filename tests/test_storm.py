@@ -11,6 +11,7 @@ import pytest
 from lowcomm.comm.testbed import missing
 from pipelines import kills, links, storm
 from pipelines.storm import Fault
+from tests.harness import ForkingTestbed
 
 SMALL = storm.SETTINGS | {
     "model.vocab_size": links.VOCAB,
@@ -27,6 +28,11 @@ SMALL = storm.SETTINGS | {
 }
 
 
+@pytest.fixture(autouse=True)
+def quick_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storm, "Testbed", ForkingTestbed)
+
+
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return links.corpus(tmp_path_factory.mktemp("data") / "docstrings")
@@ -40,9 +46,11 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.skipif(bool(missing()), reason=f"no testbed here: {missing()}")
 def test_a_run_comes_through_a_storm(data: Path, tmp_path: Path) -> None:
     schedule = [Fault(1.0, "stop", 2, 3.5), Fault(6.5, "cut", 0, 3.5), Fault(12.0, "kill", 1, 1.0)]
-    seen = storm.run(1100, schedule, tmp_path, slots=3, data=data, settings=SMALL)
+    settings = SMALL | {"method.sync_every_steps": 10, "method.overlap_steps": "[4]"}
+    # Rounds of half a second, by a link, so that a run of few steps is long enough on any machine.
+    seen = storm.run(400, schedule, tmp_path, slots=3, data=data, settings=settings, mbit_per_s=10.0)
     assert [f["kind"] for f in seen["faults"]] == ["stop", "cut", "kill"]
-    assert len(seen["rounds"]) == 55
+    assert len(seen["rounds"]) == 40
     assert len(set(seen["val_loss"])) == 1
     assert len(storm.returns(seen)) == 3
     for fault in seen["faults"]:

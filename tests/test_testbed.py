@@ -24,7 +24,7 @@ from lowcomm.experiment.run_folder import recorded_steps
 from lowcomm.experiment.train import train_in_threads
 from pipelines import links
 from tests.conftest import command_line, small_run
-from tests.harness import clean_environment
+from tests.harness import ForkingTestbed, clean_environment
 
 here = pytest.mark.skipif(bool(missing()), reason=f"no testbed here: {missing()}")
 far = pytest.mark.skipif(bool(missing(latency=True)), reason=f"no testbed here: {missing(latency=True)}")
@@ -252,7 +252,7 @@ def test_a_verb_waits_for_the_word_of_its_receivers() -> None:
 @pytest.mark.longest
 def test_a_machine_that_dies_and_is_started_anew_joins_again(corpus: Path, tmp_path: Path) -> None:
     """Machines are namespaces with one name, which resolves to none of them; the interface is found."""
-    config = small_run(train={"steps": 600}, checkpoint={"every_steps": 20})
+    config = small_run(train={"steps": 300}, checkpoint={"every_steps": 20})
     rendezvous = [
         "--rdzv-backend",
         "c10d",
@@ -282,7 +282,7 @@ def test_a_machine_that_dies_and_is_started_anew_joins_again(corpus: Path, tmp_p
             assert all(child.poll() is None for child in machines)
             time.sleep(0.1)
 
-    with Testbed(2) as bed:
+    with ForkingTestbed(2) as bed:
         machines = [start(node) for node in range(2)]
         wait_for(60)
         for child in psutil.Process(machines[1].pid).children(recursive=True):
@@ -296,7 +296,7 @@ def test_a_machine_that_dies_and_is_started_anew_joins_again(corpus: Path, tmp_p
             assert child.returncode == 0, said
             if child is machines[0]:
                 assert "resuming diloco_m2 at step" in said
-    assert died_at < 600
+    assert died_at < 300
     train_in_threads(config, corpus, tmp_path / "plain")
     for name in ("model.safetensors", "metrics/rank-000.jsonl", "metrics/rank-001.jsonl"):
         assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "plain" / name).read_bytes()
@@ -304,7 +304,10 @@ def test_a_machine_that_dies_and_is_started_anew_joins_again(corpus: Path, tmp_p
 
 @here
 @pytest.mark.longest
-def test_a_run_over_real_links_has_the_losses_of_one_over_a_free_one(tmp_path: Path) -> None:
+def test_a_run_over_real_links_has_the_losses_of_one_over_a_free_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(links, "Testbed", ForkingTestbed)
     data = links.corpus(tmp_path / "data")
     point = links.point("streaming", "200", data, times=1)  # whose exchanges are waited for, busy machine or not
     assert point["losses_equal"]

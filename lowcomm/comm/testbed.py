@@ -330,9 +330,14 @@ class Testbed:
         if rank is not None:
             told |= {"RANK": str(rank), "WORLD_SIZE": str(self.nodes), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
             told |= {"MASTER_ADDR": self.address(0), "MASTER_PORT": str(port)}
-        child = subprocess.Popen([*_inside(self.names[node]), *words], env=told, **popen)
+        child = self._begin(self.names[node], words, told, **popen)
         self._started.append(child)
         return child
+
+    def _begin(
+        self, namespace: str, words: Sequence[str], environment: dict[str, str], **popen: object
+    ) -> subprocess.Popen:
+        return subprocess.Popen([*_inside(namespace), *words], env=environment, **popen)
 
 
 # Where the kernel cannot delay packets

@@ -246,7 +246,7 @@ def fit_row(cells: Sequence[Cell], row: str) -> Fit:
 
 
 def several(cells: Sequence[Cell], seeds: int = 2) -> list[Cell]:
-    """Return the cells of so many seeds or more whose rows have them at two sizes, so that a line has a band."""
+    """Return the cells of `seeds` seeds or more whose rows have such cells at two sizes, so that a line has a band."""
     some = [cell for cell in cells if len(cell.gaps) >= seeds]
     sizes = {row: {cell.parameters for cell in some if cell.row == row} for row in {cell.row for cell in some}}
     return [cell for cell in some if len(sizes[cell.row]) > 1]

@@ -11,7 +11,6 @@ import contextlib
 import itertools
 import json
 import math
-import multiprocessing
 import os
 import shutil
 import signal
@@ -19,6 +18,7 @@ import statistics
 import time
 from collections.abc import Generator, Sequence
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 from lowcomm.codecs.bits import NotFinite
@@ -26,7 +26,7 @@ from lowcomm.experiment import LAUNCHER_VARIABLE, SAVING_S
 from lowcomm.experiment.run_folder import RunFolder
 from lowcomm.experiment.source import source_digest
 from pipelines.ladder.plan import Point, write_whole
-from pipelines.launch import KEEP_MEMORY, cores, environment
+from pipelines.launch import KEEP_MEMORY, cores, environment, process_context
 
 #: Asks for points one after the other, is sent their outcomes, and returns the tasks that can begin when it has ended.
 Task = Generator[Point, dict[str, Any], list[Any]]
@@ -101,8 +101,12 @@ def one_by_one(points: Sequence[Point], workers: Workers) -> None:
     workers.run([one(point) for point in points])
 
 
-def _work(pipe: Connection) -> None:
-    """Train what is asked for, until nothing is; send back (outcome, error)."""
+def _work(pipe: Connection, wanted: dict[str, str]) -> None:
+    """Train what is asked for, until nothing is; send back (outcome, error).
+
+    The variables of `wanted` are set first: who forks this process has the environment that there was when it began.
+    """
+    os.environ |= wanted
     from lowcomm.experiment.stop import requested, stopping_on_signals
 
     with stopping_on_signals(), contextlib.suppress(EOFError, OSError):
@@ -125,17 +129,17 @@ class Workers:
         self._stopping_s = stopping_s
         self._idle: list[Connection] = []
         self._busy: dict[Connection, tuple[Task, Point]] = {}
-        self._processes: list[multiprocessing.Process] = []
+        self._processes: list[BaseProcess] = []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
         count, words = cores(), {"OMP_NUM_THREADS": "1", LAUNCHER_VARIABLE: str(os.getpid())}
         if shutil.which("nvidia-smi"):  # some cores are left for what compiles kernels and for the driver
             count, words = max(1, min(3 * count // 4, MOST_ON_GPU)), words | {"TORCHINDUCTOR_COMPILE_THREADS": "2"}
         with environment(KEEP_MEMORY | words):
+            context = process_context("lowcomm.experiment.train", "torch._dynamo", "pipelines.ladder.positions")
             for _ in range(count):
                 ours, theirs = context.Pipe()
-                process = context.Process(target=_work, args=(theirs,))
+                process = context.Process(target=_work, args=(theirs, words))
                 process.start()
                 theirs.close()
                 self._idle.append(ours)
