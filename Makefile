@@ -24,7 +24,7 @@ gpu:                 ## on a GPU's machine, where nothing is installed: kernels,
 	PYTHONPATH=$(CURDIR) python3 -m pipelines.gpu
 
 # More workers than cores, as many tests wait for links and timeouts; with bytecode, as they start hundreds of processes.
-test: WORKERS = $$(python -c 'import os; print(3 * os.cpu_count() // 2)')
+test: WORKERS = $$(python -c 'import os; print(2 * os.cpu_count())')
 test: export PYTHONDONTWRITEBYTECODE :=
 test: .venv/.done   ## lint, the import contract, pytest, and every notebook at smoke scale
 	ruff check . && ruff format --check . && lint-imports --no-cache

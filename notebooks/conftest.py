@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import fcntl
-import multiprocessing
 import os
 from collections.abc import Generator
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import nbformat
@@ -14,6 +12,7 @@ import pytest
 
 from lowcomm.experiment.source import source_digest
 from lowcomm.experiment.train import train_in_threads
+from pipelines.launch import pool_of_cores
 from pipelines.project import BUILD, load_params, prepared, run_folder, run_points
 
 TRAINS, READS = Path(__file__).with_name("20_train.ipynb"), pytest.StashKey[bool]()
@@ -42,7 +41,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     todo = [config for config in points if not run_folder(config).is_complete(config.to_dict(), source)]
     if not todo:
         return
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn")) as pool:
+    with pool_of_cores() as pool:
         began = [
             pool.submit(train_in_threads, config, data[config.data.corpus], run_folder(config), again=True)
             for config in todo

@@ -20,6 +20,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import zip_longest
 from multiprocessing import forkserver
@@ -38,6 +39,7 @@ from pipelines.project import BUILD, PROJECT, ROOT, data_dir, run_config, run_po
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from multiprocessing.context import BaseContext
+    from multiprocessing.sharedctypes import Synchronized
 
     from lowcomm.experiment.config import RunConfig
 
@@ -246,7 +248,10 @@ def _train(parts: list[_Part]) -> None:
     """Train all parts side by side; where one fails, the others write their checkpoints and stop."""
     children, live = [], None
     try:
-        children += (part.start() for part in parts)
+        for number, part in enumerate(parts):
+            children.append(part.start())
+            if not part.ranks:
+                keep_to_core(children[-1].pid, number)
         rows = zip_longest(*([(job, child) for job in part.jobs] for part, child in zip(parts, children, strict=True)))
         watched = [pair for row in rows for pair in row if pair is not None]
         for number, (job, child) in enumerate(watched, 1):
@@ -290,6 +295,31 @@ def _stop(children: list[subprocess.Popen]) -> None:
 def cores() -> int:
     """Return how many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def keep_to_core(pid: int, number: int) -> None:
+    """Let a process that has just begun run on one of the cores that this one may use, the last followed by the first.
+
+    Threads that wake each other at every message do so on one core for less than half the price of two. Where the
+    system has no such choice, nothing is done.
+    """
+    if hasattr(os, "sched_setaffinity"):
+        available = sorted(os.sched_getaffinity(0))
+        with contextlib.suppress(ProcessLookupError):  # it has ended already
+            os.sched_setaffinity(pid, {available[number % len(available)]})
+
+
+def _keep_to_next_core(taken: Synchronized) -> None:
+    with taken.get_lock():
+        number, taken.value = taken.value, taken.value + 1
+    keep_to_core(0, number)
+
+
+def pool_of_cores() -> ProcessPoolExecutor:
+    """Return a pool of processes that are started anew, one for each core, to which it keeps."""
+    context = multiprocessing.get_context("spawn")
+    taken = context.Value("i", 0)
+    return ProcessPoolExecutor(cores(), mp_context=context, initializer=_keep_to_next_core, initargs=(taken,))
 
 
 def _work(job: Job) -> int:

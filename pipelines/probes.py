@@ -21,12 +21,10 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import multiprocessing
 import shutil
 import sys
 import time
 from collections.abc import Collection
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,7 +32,7 @@ from tqdm import tqdm
 
 from lowcomm.experiment.run_folder import RunFolder
 from lowcomm.experiment.source import sha256, source_digest
-from pipelines.launch import cores, environment
+from pipelines.launch import environment, pool_of_cores
 from pipelines.project import PROJECT, record_seconds
 
 if TYPE_CHECKING:
@@ -119,7 +117,7 @@ def train_all(project: Project = PROJECT, wanted: Wanted | None = None) -> list[
         return configs
     with (
         environment(PORTABLE),  # of the processes that are spawned, before they load torch
-        ProcessPoolExecutor(cores(), mp_context=multiprocessing.get_context("spawn")) as pool,
+        pool_of_cores() as pool,
     ):
         list(pool.map(functools.partial(_prepare, project), corpora))
         for config in todo:

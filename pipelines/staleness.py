@@ -20,7 +20,6 @@ import functools
 import hashlib
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import nbformat
@@ -80,17 +79,31 @@ def renamable() -> frozenset[str]:
     return frozenset(name for name in functions - others if not name.startswith("__"))
 
 
-def used(node: ast.AST) -> Iterator[ast.Name | ast.Attribute | ast.ImportFrom]:
+@functools.cache
+def used(node: ast.AST) -> list[ast.Name | ast.Attribute | ast.ImportFrom]:
     """Names, attributes and imports within a node; annotations of functions decide nothing, and are left out."""
-    todo = [node]
+    todo, found = [node], []
     while todo:
         at = todo.pop()
         if isinstance(at, ast.Name | ast.Attribute | ast.ImportFrom):
-            yield at
+            found.append(at)
         for field, value in ast.iter_fields(at):
             if field in ("returns", "annotation") and not isinstance(at, ast.AnnAssign):
                 continue
             todo += [v for v in (value if isinstance(value, list) else [value]) if isinstance(v, ast.AST)]
+    return found
+
+
+@functools.cache
+def dumped(node: ast.AST) -> list[str]:
+    """The text of a syntax tree, cut at the names that are renamable: every second piece is one of these."""
+    pieces = [""]
+    for number, piece in enumerate(re.split(r"'([A-Za-z_]\w*)'", ast.dump(node))):
+        if number % 2 and piece in renamable():
+            pieces += [piece, ""]
+        else:
+            pieces[-1] += f"'{piece}'" if number % 2 else piece
+    return pieces
 
 
 class Module:
@@ -198,12 +211,14 @@ class Reach:
 
     def _digest(self, nodes: list[ast.AST]) -> str:
         """SHA-256 of syntax trees, with the numbers of functions in place of their names."""
+        trees = (
+            "".join(self._numbered(piece) if at % 2 else piece for at, piece in enumerate(dumped(node)))
+            for node in nodes
+        )
+        return digest("\n".join(trees))
 
-        def numbered(name: re.Match[str]) -> str:
-            return self._numbers.setdefault(name[0], f"#{len(self._numbers)}") if name[1] in renamable() else name[0]
-
-        trees = "\n".join(ast.dump(node) for node in nodes)
-        return digest(re.sub(r"'([A-Za-z_]\w*)'", numbered, trees))
+    def _numbered(self, name: str) -> str:
+        return self._numbers.setdefault(name, f"#{len(self._numbers)}")
 
     def _follow(self, node: ast.AST, of: Module, module: str) -> None:
         for use in used(node):

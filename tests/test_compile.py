@@ -23,18 +23,26 @@ BY_COORDINATES = {"boundary": SUBSPACE["boundary"] | {"mode": "reparametrised"}}
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own capture does
-@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize(
-    ("run", "method", "stages"),
+    ("run", "method", "stages", "recompute"),
     [
-        ("data_parallel", {}, 1),
-        ("data_parallel", SUBSPACE, 1),
-        ("data_parallel", BY_COORDINATES, 1),
-        ("diloco_m2", SLICED, 1),
-        ("data_parallel", {}, 2),
-        ("data_parallel", SUBSPACE, 2),
+        ("data_parallel", {}, 1, False),
+        ("data_parallel", {}, 1, True),
+        ("data_parallel", SUBSPACE, 1, False),
+        ("data_parallel", BY_COORDINATES, 1, True),
+        ("diloco_m2", SLICED, 1, True),
+        ("data_parallel", {}, 2, False),
+        ("data_parallel", SUBSPACE, 2, True),
     ],
-    ids=["dense", "projected", "reparametrised", "sliced", "pipeline", "projected pipeline"],
+    ids=[
+        "dense",
+        "dense, recomputed",
+        "projected",
+        "reparametrised, recomputed",
+        "sliced, recomputed",
+        "pipeline",
+        "projected pipeline, recomputed",
+    ],
 )
 def test_a_compiled_run_is_the_run(
     run: str,

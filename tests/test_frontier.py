@@ -252,7 +252,7 @@ def test_choices_go_together_or_it_is_said_why_not() -> None:
     assert "is about outer gradients: not with method.outer = gasloc" in told("GASLoC", "a replica that lies")
     assert told("elastic replicas", "streaming") == ""
     assert told("half of them compress", "elastic replicas").startswith("elastic replicas all compress between their")
-    late = {"method": {"fragments": "strided", "layers_per_fragment": 2, "overlap_steps": [9]}}
+    late = {"method": {"fragments": "strided", "layers_per_fragment": 2, "overlap_steps": [20]}}
     assert "elastic rounds come one after the other" in why_not(LADDER, "smoke", late, CHOICES["elastic replicas"])
 
 

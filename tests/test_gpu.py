@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from pipelines import gpu, probes
+from pipelines import gpu, launch
 from pipelines.ladder.__main__ import prepare
 from pipelines.ladder.plan import Ladder
 from tests.harness import as_if_predicted, clean_environment, small_ladder
@@ -72,7 +72,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     as_if_predicted(ladder)
     assert gpu.main(["pack"], ladder, folder / "ladder.tar.xz", folder / "gpu") == 1  # there is nothing to pack yet
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(probes, "cores", lambda: 1)
+        patch.setattr(launch, "cores", lambda: 1)
         prepare(ladder)
     assert gpu.main(["pack"], ladder, folder / "ladder.tar.xz", folder / "gpu") == 0
     return folder

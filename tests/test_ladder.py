@@ -27,7 +27,7 @@ from lowcomm.experiment.train import train_in_threads
 from lowcomm.experiment.trainer import saved_model
 from lowcomm.model.accounting import parameters
 from lowcomm.settings import ConfigError
-from pipelines import probes
+from pipelines import launch
 from pipelines.ladder import __main__ as ladder_main
 from pipelines.ladder import workers
 from pipelines.ladder.__main__ import listed, main, prepare
@@ -261,7 +261,7 @@ lines:
 @pytest.fixture
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ladder:
     """A ladder of two rungs and three rows, whose points take a second; of workers, which take longer, there is one."""
-    for module in (probes, workers):
+    for module in (launch, workers):
         monkeypatch.setattr(module, "cores", lambda: 1)
     ladder = small_ladder(tmp_path, tmp_path / "build", METHODS, PLAN)
     as_if_predicted(ladder)

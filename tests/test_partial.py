@@ -454,7 +454,7 @@ from lowcomm.model.accounting import parameter_shapes
 from lowcomm.model.config import ModelConfig
 from lowcomm.model.decoder import Decoder
 torch.set_num_threads(1)
-config = ModelConfig(dim=512, layers=20, heads=8, ffn_dim=4096, vocab_size=64, seq_len=16, mlp="relu")
+config = ModelConfig(dim=512, layers=10, heads=8, ffn_dim=4096, vocab_size=64, seq_len=16, mlp="relu")
 sliced, slices = sys.argv[1].split("+") if sys.argv[1] else [], int(sys.argv[2])
 model = Decoder(config).initialise(0)
 trained = train_slice(model, pieces(parameter_shapes(config), sliced, slices, config.layers), 0)
@@ -471,8 +471,8 @@ print((int(kilobytes["VmHWM"]) - int(kilobytes["RssFile"])) * 1024)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_peak_resident_memory_falls_as_predicted() -> None:
-    """Weights of 420 MB, four times that with gradients and moments: what slices save of it, to 5 %."""
-    config = ModelConfig(dim=512, layers=20, heads=8, ffn_dim=4096, vocab_size=64, seq_len=16, mlp="relu")
+    """Weights of 210 MB, four times that with gradients and moments: what slices save of it, to 5 %."""
+    config = ModelConfig(dim=512, layers=10, heads=8, ffn_dim=4096, vocab_size=64, seq_len=16, mlp="relu")
 
     def peak(sliced: str, slices: int) -> int:
         command = [sys.executable, "-c", _PEAK, sliced, str(slices)]

@@ -46,7 +46,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.skipif(bool(missing()), reason=f"no testbed here: {missing()}")
 def test_a_run_comes_through_a_storm(data: Path, tmp_path: Path) -> None:
     schedule = [Fault(1.0, "stop", 2, 3.5), Fault(6.5, "cut", 0, 3.5), Fault(12.0, "kill", 1, 1.0)]
-    settings = SMALL | {"method.sync_every_steps": 10, "method.overlap_steps": "[4]"}
+    settings = SMALL | {"method.sync_every_steps": 10, "method.overlap_steps": "[4]", "train.global_batch": 3}
     # Rounds of half a second, by a link, so that a run of few steps is long enough on any machine.
     seen = storm.run(400, schedule, tmp_path, slots=3, data=data, settings=settings, mbit_per_s=10.0)
     assert [f["kind"] for f in seen["faults"]] == ["stop", "cut", "kill"]
@@ -73,7 +73,7 @@ def test_a_run_comes_through_a_storm(data: Path, tmp_path: Path) -> None:
 def test_a_link_that_is_never_free_loses_nobody(method: str, data: Path, tmp_path: Path) -> None:
     name, own = kills.METHODS[method]
     settings = SMALL | own | {"method.sync_every_steps": 10, "method.overlap_steps": "[0]", "method.mixing": 0.0}
-    settings |= {"method.codec": "fp32"}
+    settings |= {"method.codec": "fp32", "train.global_batch": 4}
     kill = Fault(6.0, "kill", 1, 1.0)
     seen = storm.run(150, [kill], tmp_path, slots=4, data=data, name=name, settings=settings, mbit_per_s=4.0)
     assert all(r["attempt"] == 1 for r in seen["rounds"] if r["at"] < kill.at)  # nobody was lost in an exchange

@@ -27,7 +27,7 @@ from pipelines.ladder.plan import LADDER
 from tests.conftest import small_run
 
 SLICED = {"trainable": "slice", "slices": 2}
-SUBSPACE = {"kind": "subspace", "rank": 4, "update_every_steps": 4, "update_lr": 1.0}
+SUBSPACE = {"kind": "subspace", "rank": 4, "update_every_steps": 3, "update_lr": 1.0}
 #: Of each kind of codec one or two; `test_codecs` has all.
 CODECS = ("fp32", "int8", "e3m0", "topk", "dropout", "dare", "chunk_topk_2bit", "levels")
 #: The choices of a method, and a value of each kind.
@@ -144,7 +144,7 @@ REFUSED = {
     ("trainable=next_fragment", "fragments=slices"): "next_fragment means nothing with method.fragments = slices",
 }
 PLAIN = ("mean=", "trainable=", "fragments=")  # refused with everyone too
-STEPS, SAVED = 8, 5  # saved after an update of the subspace, and with transfers in flight
+STEPS, SAVED = 6, 4  # saved after an update of the subspace, and with transfers in flight
 
 
 @functools.cache
@@ -162,7 +162,7 @@ def _config(row: dict[str, str]) -> RunConfig:
     """The run that has these values of choices, each named as in CHOICES or WITHOUT. Raises ConfigError."""
     settings: dict[str, Any] = {"exchange": row.get("exchange", "parameters")}
     if settings["exchange"] == "parameters":
-        settings |= {"sync_every_steps": 4, "outer": "nesterov", "outer_lr": 0.4, "outer_momentum": 0.9}
+        settings |= {"sync_every_steps": 3, "outer": "nesterov", "outer_lr": 0.4, "outer_momentum": 0.9}
     train: dict[str, Any] = {}
     for choice, value in row.items():
         found = {} if choice == "exchange" else dict(CHOICES[choice][value])

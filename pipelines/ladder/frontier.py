@@ -276,7 +276,7 @@ def why_not(ladder: Ladder, rung: str, one: dict[str, Any], other: dict[str, Any
     if both != merge(other, one):  # they name the same setting differently
         return "one choice"
     is_elastic = both.pop("elastic", False)
-    told = {"variant": "doubled", "scale": rung, "params": ladder.params, "replicas": 8}
+    told = {"variant": "m2", "scale": rung, "params": ladder.params, "replicas": 8}
     try:
         config = ladder.project.run_config("diloco", **told, **both)
         if is_elastic:

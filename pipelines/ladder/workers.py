@@ -26,7 +26,7 @@ from lowcomm.experiment import LAUNCHER_VARIABLE, SAVING_S
 from lowcomm.experiment.run_folder import RunFolder
 from lowcomm.experiment.source import source_digest
 from pipelines.ladder.plan import Point, write_whole
-from pipelines.launch import KEEP_MEMORY, cores, environment, process_context
+from pipelines.launch import KEEP_MEMORY, cores, environment, keep_to_core, process_context
 
 #: Asks for points one after the other, is sent their outcomes, and returns the tasks that can begin when it has ended.
 Task = Generator[Point, dict[str, Any], list[Any]]
@@ -137,10 +137,12 @@ class Workers:
             count, words = max(1, min(3 * count // 4, MOST_ON_GPU)), words | {"TORCHINDUCTOR_COMPILE_THREADS": "2"}
         with environment(KEEP_MEMORY | words):
             context = process_context("lowcomm.experiment.train", "torch._dynamo", "pipelines.ladder.positions")
-            for _ in range(count):
+            for number in range(count):
                 ours, theirs = context.Pipe()
                 process = context.Process(target=_work, args=(theirs, words))
                 process.start()
+                if count == cores():
+                    keep_to_core(process.pid, number)
                 theirs.close()
                 self._idle.append(ours)
                 self._processes.append(process)
