@@ -274,6 +274,8 @@ def test_slices_of_any_mlp_by_pattern() -> None:
         ({"fragments": "patterns", "fragment_patterns": ["x.*"]}, "fragment 'x.*' holds no parameter"),
         ({"sync_every_steps": 1, "fragments": "patterns", "fragment_patterns": ["w*"]}, "too short for 2 fragments"),
         ({"outer_pull": 0.5}, "method.outer_pull means nothing with method.outer = nesterov"),
+        ({"route": "random_step"}, "method.route is for the passes of `lowcomm train`"),
+        ({"input_gradients": "own"}, "method.input_gradients is for the passes of `lowcomm train`"),
     ],
 )
 def test_clashing_choices_are_refused_at_once(settings: dict[str, Any], message: str) -> None:

@@ -555,6 +555,7 @@ def test_replicas_that_were_started_differently_are_refused(replica: Callable) -
     ("settings", "message"),
     [
         ({"trainable": "next_fragment"}, "elastic replicas do not freeze fragments"),
+        ({"record_cosine": True}, "method.record_cosine asks for what other replicas have"),
         (
             {"trainable": "slice", "sliced": ("*.weight:0",), "outer": "average", "codec": "fp32", "outer_lr": 1.0}
             | {"outer_momentum": 0.0, "overlap_steps": 0, "mixing": 0.0},

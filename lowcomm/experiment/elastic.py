@@ -107,8 +107,7 @@ def _check(config: RunConfig, slot: int) -> None:
         raise ConfigError(f"elastic replicas are pipelines of their own, not method.route = {config.method.route}")
     if config.constraint is not None and config.method.boundary.update_every_steps:
         raise ConfigError("elastic replicas keep their subspace: method.boundary.update_every_steps must be 0")
-    asked = {"train.evaluate_also": t.evaluate_also, "train.record_spread": t.record_spread}
-    for key, value in (asked | {"method.record_cosine": config.method.record_cosine}).items():
+    for key, value in {"train.evaluate_also": t.evaluate_also, "train.record_spread": t.record_spread}.items():
         if value:
             raise ConfigError(f"{key} asks for what other replicas have, who may be gone where runs are elastic")
 

@@ -265,6 +265,8 @@ class ElasticUpdates(Engine):
         m = self.method
         if m.trainable == "next_fragment":
             raise ConfigError("elastic replicas do not freeze fragments: not method.trainable = next_fragment")
+        if m.record_cosine:
+            raise ConfigError("method.record_cosine asks for what other replicas have, who may be gone")
         if m.trainable == "slice" and self.plan.outer.sends_parameters:
             raise ConfigError(
                 f"elastic replicas that train slices send outer gradients: not method.outer = {m.outer}, as nobody may"

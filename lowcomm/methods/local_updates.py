@@ -78,6 +78,8 @@ def pairwise_cosine(vectors: list[Tensor]) -> float:
     return float((stacked @ stacked.T).triu(1).sum() / (n * (n - 1) / 2))
 
 
+#: Settings of a method that say how a model is run, and nothing to an engine.
+OF_PASSES = ("input_gradients", "route")
 #: The name of the residual in outer state: a replica's own, where the rest is agreed on.
 RESIDUAL = "residual"
 
@@ -573,12 +575,15 @@ def of_fragment(state: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
 def with_settings(method: MethodConfig, settings: Mapping[str, Any]) -> MethodConfig:
     """Return a method with some fields replaced; a single value may stand where a list belongs.
 
-    Raises ConfigError for a field that there is not, or a value that is not of its kind.
+    Raises ConfigError for a field that there is not or that says nothing to an engine, or a value that is not of its
+    kind.
     """
     fields = {f.name for f in dataclasses.fields(method)}
     for name in settings:
         if name not in fields:
             raise ConfigError(f"no setting of a method is named {name!r}{nearest(name, fields)}")
+        if name in OF_PASSES:
+            raise ConfigError(f"method.{name} is for the passes of `lowcomm train`, and means nothing to an engine")
     found = dataclasses.asdict(method) | dict(settings)
     for name, value in found.items():
         if dataclasses.is_dataclass(value):

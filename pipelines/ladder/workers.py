@@ -8,6 +8,7 @@ machine. Told to stop (SIGTERM, Ctrl-C, or its parent is gone), a worker writes 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import math
@@ -22,6 +23,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from lowcomm.codecs.bits import NotFinite
+from lowcomm.comm.start import default_device
 from lowcomm.experiment import LAUNCHER_VARIABLE, SAVING_S
 from lowcomm.experiment.run_folder import RunFolder
 from lowcomm.experiment.source import source_digest
@@ -49,20 +51,25 @@ def folder_of(point: Point) -> RunFolder:
 def train_point(point: Point) -> dict[str, Any] | None:
     """Train a point in this process and return its outcome; None if it was told to stop.
 
-    A trial whose values are not finite any more has the loss None, and "diverged" says where.
+    A trial whose values are not finite any more has the loss None, and "diverged" says where. On a GPU the passes are
+    compiled, as it is how many kernels there are that decides how fast several small models train on one; this changes
+    what another device changes too, the order of roundings.
     """
     from lowcomm.experiment.train import train_in_threads
     from pipelines.ladder.positions import has_positions, loss_by_position
 
     if origin := point.ladder.origin:
         origin.check(point.ladder, point.config.data.corpus)
+    config = point.config
+    if default_device().type == "cuda":
+        config = dataclasses.replace(config, train=dataclasses.replace(config.train, compile=True))
     folder, begin, made_from = folder_of(point), time.perf_counter(), point.made_from()
     if folder.made_with != source_digest():
         folder.clear()
     outcome: dict[str, Any] = {"row": point.row.name, "rung": point.rung, "seed": point.seed}
     outcome |= {"values": dict(point.values), "made_from": made_from}
     try:
-        summary = train_in_threads(point.config, point.data, folder, again=True)
+        summary = train_in_threads(config, point.data, folder, again=True)
     except NotFinite as error:
         if not point.is_trial:
             raise
@@ -74,6 +81,8 @@ def train_point(point: Point) -> dict[str, Any] | None:
         outcome["val_loss"] = loss if math.isfinite(loss) else None
         kept = ("train_loss", "tokens", "parameters", "sent_bytes", "peak_step_bytes", "environment")
         outcome |= {key: summary[key] for key in kept}
+        if config.train.compile:
+            outcome["environment"] |= {"compiled": True}
         if not point.is_trial:
             outcome["curve"] = curve(folder.read()["rows"])
             if has_positions(point.config):
