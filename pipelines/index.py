@@ -17,6 +17,8 @@ from typing import Any
 import pandas as pd
 import yaml
 
+from pipelines.ladder.fits import BAND_PAIRS
+from pipelines.ladder.plan import LADDER
 from pipelines.project import BUILD, ROOT, load_params
 from pipelines.report import in_prose, markdown, read_claims, told
 from pipelines.verdicts import BORNE_OUT, FACTOR, HEADLINE, MARGIN, OUTCOMES, Claim, judge
@@ -304,12 +306,12 @@ RISING_ROWS = {
 
 
 def ladder_headline() -> str:
-    """Say what methods lose at the largest size of the ladder that has several seeds; "" where there are not two such.
+    """Say what methods lose at the largest size of the ladder that has a claim's seeds; "" where there are not two such.
 
     Of a method that has fewer there nothing is said.
     """
     rows = ladder_gaps()
-    several = rows[rows.seeds > 1]
+    several = rows[rows.seeds >= HEADLINE.seeds]
     if several.parameters.nunique() < 2:
         return ""
     there = several[several.parameters == several.parameters.max()].set_index("method")
@@ -319,32 +321,45 @@ def ladder_headline() -> str:
     return (
         f"What methods lose to data-parallel training, all tuned by one rule, at {size:,} parameters and"
         f" {there.tokens_per_parameter.iloc[0]:.0f} tokens per parameter: {lost}."
-        + _what_a_rise_changes()
+        + _what_a_rise_changes(there["size"].iloc[0])
         + _where_lost(size)
+        + _at_larger_sizes(rows[rows.parameters > size])
         + _what_bands_are(rows)
         + " All of it: [the ladder](results/ladder/README.md)."
     )
 
 
-def _what_a_rise_changes() -> str:
-    """Say what an outer momentum that rises changes, pair by pair, at the largest size that has several pairs of it."""
+def _what_a_rise_changes(rung: str) -> str:
+    """Say what an outer momentum that rises changes at a size, pair by pair; "" where there are not several of it."""
     file = ROOT / "results" / "ladder" / "parts.csv"
     rows = pd.read_csv(file) if file.exists() else pd.DataFrame(columns=["rung", "method", "than_low"])
-    rising = rows[rows.method.isin(RISING_ROWS) & rows.than_low.notna()]
+    rising = rows[(rows.rung == rung) & rows.method.isin(RISING_ROWS) & rows.than_low.notna()]
     if rising.empty:
         return ""
-    rung = rising.rung.iloc[-1]
     changed = ", ".join(
-        f"of {RISING_ROWS[r.method]} by {in_prose(r.than_pct, r.than_low, r.than_high)}"
-        for r in rising[rising.rung == rung].itertuples()
+        f"of {RISING_ROWS[r.method]} by {in_prose(r.than_pct, r.than_low, r.than_high)}" for r in rising.itertuples()
     )
     return f" At {rung} an outer momentum that rises from zero changes the loss {changed}, pair by pair."
 
 
+def _at_larger_sizes(rows: pd.DataFrame) -> str:
+    """Say what is lost, in the mean, at sizes that have too few seeds to be judged; "" where there are none."""
+    several = rows[(rows.seeds > 1) & rows.method.isin(LADDER_ROWS)]
+    found = ""
+    for name, there in several.groupby("size", sort=False):
+        rung = LADDER.plan.rungs[name]
+        rates = f", at the rates found at {rung.tuned_at}," if rung.tuned_at != name else ""
+        lost = ", ".join(f"{LADDER_ROWS[r.method].partition(' (')[0]} {r.gap_pct:+.1f} %" for r in there.itertuples())
+        found += f" At {name}{rates} {_listed([str(n) for n in there.seeds])} seeds, too few to judge, lose: {lost}."
+    return found
+
+
 def _what_bands_are(rows: pd.DataFrame) -> str:
     """Say which sizes the figure's bands go through, and which of them are short of rounds; "" where there are none."""
-    lined = rows[rows.seeds >= 3].sort_values("parameters")
-    if lined.parameters.nunique() < 2:
+    lined = rows[rows.seeds > 1].sort_values("parameters")
+    counts = lined.groupby("method").agg(pairs=("seeds", "sum"), sizes=("parameters", "nunique"))
+    lined = lined[lined.method.isin(counts.index[(counts.pairs >= BAND_PAIRS) & (counts.sizes > 1)])]
+    if lined.empty:
         return ""
     few = sorted(set(lined["size"][lined.method.isin(LADDER_ROWS) & (lined.rounds < HEADLINE.rounds)]))
     has = "has" if len(few) == 1 else "have"

@@ -41,6 +41,10 @@ OF_SEED_0 = (
 )
 
 
+#: Pairs of a line whose band is drawn: that of fewer fills a figure.
+BAND_PAIRS = 6
+
+
 @dataclass(frozen=True)
 class Cell:
     """A row of the ladder at a rung: losses by seed, those of data-parallel training, and what the runs were."""
@@ -270,9 +274,9 @@ def shared_variance(cells: Sequence[Cell]) -> float:
     return max(0.0, float((len(gaps) * share - 1) / (len(gaps) - 1)))
 
 
-def several(cells: Sequence[Cell], seeds: int = 2) -> list[Cell]:
-    """Return the cells of `seeds` seeds or more whose rows have such cells at two sizes, so that a line has a band."""
-    some = [cell for cell in cells if len(cell.gaps) >= seeds]
+def several(cells: Sequence[Cell]) -> list[Cell]:
+    """Return the cells of two seeds or more whose rows have such cells at two sizes, so that a line has a band."""
+    some = [cell for cell in cells if len(cell.gaps) >= 2]
     sizes = {row: {cell.parameters for cell in some if cell.row == row} for row in {cell.row for cell in some}}
     return [cell for cell in some if len(sizes[cell.row]) > 1]
 
