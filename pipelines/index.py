@@ -306,7 +306,7 @@ RISING_ROWS = {
 
 
 def ladder_headline() -> str:
-    """Say what methods lose at the largest size of the ladder that has a claim's seeds; "" where there are not two such.
+    """Say what methods lose at the largest size of the ladder that has the seeds of a claim; "" where not two have them.
 
     Of a method that has fewer there nothing is said.
     """
