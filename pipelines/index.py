@@ -306,7 +306,7 @@ RISING_ROWS = {
 
 
 def ladder_headline() -> str:
-    """Say what methods lose at the largest size of the ladder that has the seeds of a claim; "" where not two have them.
+    """Say what methods lose at the largest size that has the seeds of a claim; "" where fewer than two sizes have them.
 
     Of a method that has fewer there nothing is said.
     """
