@@ -306,7 +306,7 @@ RISING_ROWS = {
 
 
 def ladder_headline() -> str:
-    """Say what methods lose at the largest size of the ladder that has a claim's seeds; "" where there are not two such.
+    """Say what methods lose at the largest size that has the seeds of a claim; "" where fewer than two sizes have them.
 
     Of a method that has fewer there nothing is said.
     """
@@ -348,9 +348,12 @@ def _at_larger_sizes(rows: pd.DataFrame) -> str:
     found = ""
     for name, there in several.groupby("size", sort=False):
         rung = LADDER.plan.rungs[name]
-        rates = f", at the rates found at {rung.tuned_at}," if rung.tuned_at != name else ""
-        lost = ", ".join(f"{LADDER_ROWS[r.method].partition(' (')[0]} {r.gap_pct:+.1f} %" for r in there.itertuples())
-        found += f" At {name}{rates} {_listed([str(n) for n in there.seeds])} seeds, too few to judge, lose: {lost}."
+        rates = f", with the rates found at {rung.tuned_at}" if rung.tuned_at != name else ""
+        lost = ", ".join(
+            f"{r.gap_pct:+.1f} % for {LADDER_ROWS[r.method].partition(' (')[0]}" for r in there.itertuples()
+        )
+        count = _listed([str(n) for n in sorted(there.seeds)])
+        found += f" At {name}{rates}, the means of {count} seeds, too few to judge, are {lost}."
     return found
 
 
