@@ -196,7 +196,7 @@ def test_a_row_may_have_fewer_seeds_than_its_rung_or_more() -> None:
         ("0.33M", "diloco/m2", 5),
         ("0.33M", "diloco/m4", 3),
         ("1.05M", "diloco/m2", 3),
-        ("1.05M", "partial/half", 2),
+        ("1.05M", "partial/half", 3),
     ):
         assert plan.rungs[rung].seeds_of(plan.rows[row]) == seeds
     points = LADDER.results_at("0.12M", ["diloco/m2", "averaging"])
