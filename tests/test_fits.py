@@ -58,6 +58,13 @@ def cells(*, slope: float = -0.01, noise: float = 0.003, seed: int = 0, seeds: t
     return found
 
 
+def test_a_bar_is_an_interval_or_goes_from_one_of_two_pairs_to_the_other() -> None:
+    many, two = cells(seeds=(5, 2))
+    assert many.bar == many.pairs.percent()[1:]
+    assert two.bar == pytest.approx(sorted(100 * (two.losses[s] / two.base[s] - 1) for s in range(2)))
+    assert all(math.isnan(end) for end in cells(seeds=(1,))[0].bar)
+
+
 def test_a_line_is_that_of_least_squares() -> None:
     rng = np.random.default_rng(0)
     sizes = np.exp(rng.uniform(10, 15, 12))

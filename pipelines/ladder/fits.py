@@ -70,6 +70,13 @@ class Cell:
         return log_ratios(self.losses, self.base)
 
     @property
+    def bar(self) -> tuple[float, float]:
+        """The ends of its bar in a figure, in %: of the 95 % interval; of two pairs, each of them. NaN of one pair."""
+        _, low, high = self.pairs.percent()
+        ends = [100 * math.expm1(gap) for gap in sorted(self.gaps)]
+        return (ends[0], ends[1]) if len(ends) == 2 else (low, high)  # two have an interval of 13 deviations
+
+    @property
     def regime(self) -> Regime:
         """The regime of its pairs: their number of seeds, rounds, and tokens per parameter and per replica and step."""
         step = self.tokens_per_replica_and_step
