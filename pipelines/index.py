@@ -359,9 +359,10 @@ def _at_larger_sizes(rows: pd.DataFrame) -> str:
 
 def _what_bands_are(rows: pd.DataFrame) -> str:
     """Say which sizes the figure's bands go through, and which of them are short of rounds; "" where there are none."""
-    lined = rows[rows.seeds > 1].sort_values("parameters")
-    counts = lined.groupby("method").agg(pairs=("seeds", "sum"), sizes=("parameters", "nunique"))
-    lined = lined[lined.method.isin(counts.index[(counts.pairs >= BAND_PAIRS) & (counts.sizes > 1)])]
+    file = ROOT / "results" / "ladder" / "slopes.csv"
+    slopes = pd.read_csv(file) if file.exists() else pd.DataFrame(columns=["method", "pairs"])
+    drawn = slopes.method[slopes.pairs >= BAND_PAIRS]
+    lined = rows[rows.method.isin(drawn) & (rows.seeds > 1)].sort_values("parameters")
     if lined.empty:
         return ""
     few = sorted(set(lined["size"][lined.method.isin(LADDER_ROWS) & (lined.rounds < HEADLINE.rounds)]))

@@ -157,7 +157,7 @@ def _counted_as_in_rounds(summary: dict[str, Any], steps: int, each: int) -> Non
         own = [tokens[int(slot)] for tokens in told if int(slot) in tokens]
         assert counted == sum(own)
         assert set(own) <= {each * count for count in range(steps + 1)}
-        assert own.count(steps * each) > 0.5 * len(own)
+        assert own.count(steps * each) > 0.9 * len(own)
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -348,6 +348,7 @@ def test_a_checkpoint_of_another_stores_log_is_refused(store: Notes, corpus: Pat
     ("override", "message"),
     [
         ({"replicas": 1}, "slot 1 is none of the 1 of run diloco_m2: they count from 0"),
+        ({"method": {"record_cosine": True}}, "method.record_cosine asks for what other replicas have"),
         ({"train": {"record_spread": True}}, "train.record_spread asks for what other replicas have"),
         ({"stages": 2}, "1 ranks do not form pipelines of 2 stages: start a multiple of 2"),
         (
