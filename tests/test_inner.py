@@ -14,6 +14,7 @@ from lowcomm.experiment.config import TrainConfig
 from lowcomm.experiment.inner import inner_optimizer, set_learning_rate
 from lowcomm.experiment.run_folder import read_metrics
 from lowcomm.experiment.train import train_in_threads
+from lowcomm.methods import muon
 from lowcomm.model.config import ModelConfig
 from lowcomm.model.decoder import Decoder
 from lowcomm.settings import ConfigError
@@ -39,8 +40,12 @@ def losses(out: Path) -> list[float]:
     return [row["loss"] for row in read_metrics(out / "metrics" / "rank-000.jsonl")]
 
 
-def test_it_is_muon_of_the_matrices_inside_blocks_and_adamw_of_the_rest() -> None:
-    """Against two optimizers of torch's, side by side, through warm-up and decay."""
+@pytest.mark.parametrize("slow", [False, True], ids=["bf16", "fp32"])
+def test_it_is_muon_of_the_matrices_inside_blocks_and_adamw_of_the_rest(
+    slow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against two of torch's optimizers, side by side, through warm-up and decay; up to rounding where bf16 is slow."""
+    monkeypatch.setattr(muon, "_bf16_is_slow", lambda p: slow)
     ours, theirs = (Decoder(MODEL).initialise(0) for _ in range(2))
     optimizer = inner_optimizer(dict(ours.named_parameters()), TRAIN)
     named = dict(theirs.named_parameters())
@@ -70,8 +75,25 @@ def test_it_is_muon_of_the_matrices_inside_blocks_and_adamw_of_the_rest() -> Non
             one.step()
         plain.step()
         optimizer.step()
-        for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
-            assert torch.allclose(p, q, rtol=0, atol=1e-6)
+        for (name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+            if slow and name.startswith("blocks.") and p.dim() == 2:
+                assert (p - q).norm() < 0.004 * q.norm()
+            else:
+                assert torch.allclose(p, q, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(24, 24), (64, 24), (24, 64)])
+def test_without_bf16_it_is_as_near_to_torch_s_as_rounding_lets_it_be(shape: tuple[int, int]) -> None:
+    """A sum in another order may be rounded to the next value of bf16, and 15 products let that grow to some 0.5 %."""
+    weight = torch.zeros(shape, requires_grad=True)
+    weight.grad = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    theirs = torch.optim.Muon([weight], lr=1.0, momentum=0.0, nesterov=False, weight_decay=0.0)
+    group = theirs.param_groups[0]
+    found = muon.orthogonal(weight.grad, group["ns_coefficients"], group["ns_steps"], group["eps"])
+    theirs.step()
+    wanted = -weight.detach() / math.sqrt(max(1.0, shape[0] / shape[1]))
+    assert torch.equal(found, found.bfloat16().float())
+    assert (found - wanted).norm() < 0.015 * wanted.norm()
 
 
 @pytest.mark.parametrize("shape", [(24, 24), (64, 24), (24, 64)])

@@ -3,6 +3,10 @@
 Muon moves a matrix by its momentum's nearest orthogonal one (Jordan et al., 2024), as `torch.optim.Muon` computes it.
 Inside DiLoCo it is MuLoCo (Thérien et al., 2025, arXiv:2505.23725), whose public code has no Nesterov momentum there
 and scales the rate of a matrix [out, in] by sqrt(out / in); so has this. With one replica that is their MuLoCo-1.
+
+torch multiplies in bf16. A processor with AVX2 and no more has no instruction for that, and takes 15 to 20 times as
+long as in fp32: there, products of matrices that are rounded to bf16 are computed in fp32 and rounded, which is what
+a product in bf16 is.
 """
 
 from __future__ import annotations
@@ -22,6 +26,60 @@ from lowcomm.settings import ConfigError
 def _is_muons(name: str, dims: int) -> bool:
     """Tell whether a `Decoder`'s parameter of so many dimensions is one of the matrices that Muon takes."""
     return name.startswith("blocks.") and dims == 2
+
+
+def _bf16_is_slow(p: Tensor) -> bool:
+    """Tell whether products in bf16 are far slower where a parameter is than products in fp32.
+
+    As torch was told of the processor, too: in the arithmetic that every processor has, torch's own products are kept.
+    """
+    return p.device.type == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX2"
+
+
+def _rounded(x: Tensor) -> Tensor:
+    """The nearest values of bf16, in fp32."""
+    return x.bfloat16().float()
+
+
+def orthogonal(matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    """Return nearly the nearest orthogonal matrix [out, in], in fp32: torch's Newton-Schulz iteration without bf16.
+
+    coefficients: a, b and c of X <- a X + (b A + c A A) X with A = X X^T. eps: the least norm to divide by.
+    """
+    a, b, c = coefficients
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = _rounded(matrix.T if tall else matrix)
+    x = _rounded(x / _rounded(x.norm().clamp(min=eps)))
+    for _ in range(steps):
+        gram = _rounded(x @ x.T)
+        update = _rounded(torch.addmm(gram, gram, gram, beta=b, alpha=c))
+        x = _rounded(torch.addmm(x, update, x, beta=a))
+    return x.T if tall else x
+
+
+class _Matrices(torch.optim.Muon):
+    """`torch.optim.Muon` without Nesterov's momentum, with `orthogonal` for it where bf16 is slow."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step, as torch's."""
+        if not any(_bf16_is_slow(p) for group in self.param_groups for p in group["params"]):
+            return super().step(closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                if "momentum_buffer" not in (state := self.state[p]):
+                    state["momentum_buffer"] = torch.zeros_like(p.grad)
+                moment = state["momentum_buffer"].lerp_(p.grad, 1 - group["momentum"])
+                direction = orthogonal(moment, group["ns_coefficients"], group["ns_steps"], group["eps"])
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.add_(direction, alpha=-group["lr"] * math.sqrt(max(1.0, p.shape[0] / p.shape[1])))
+        return loss
 
 
 class Muon(InnerOptimizer):
@@ -73,7 +131,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
             else:
                 rest[name] = p
         groups = [self._group(shape, some, t) for shape, some in of_shape.items()]
-        muon = torch.optim.Muon(groups, momentum=t.muon_momentum, nesterov=False, adjust_lr_fn="original")
+        muon = _Matrices(groups, momentum=t.muon_momentum, nesterov=False, adjust_lr_fn="original")
         adamw = AdamW.of(rest, t)
         self._parts = muon, adamw
         super().__init__([*muon.param_groups, *adamw.param_groups], {"fused": True})
