@@ -116,6 +116,41 @@ class Paired:
 
 
 @dataclass(frozen=True)
+class Unpaired:
+    """The difference of the means of two groups of runs, which need no seed in common. It judges nothing.
+
+    Where losses of one seed have nothing in common, all runs of either side say more than the pairs do. mean: of
+    ln(a) less that of ln(b). error: the standard error of that; NaN where a side has one run. freedom: Welch's degrees
+    of freedom, rounded down.
+    """
+
+    mean: float
+    error: float
+    freedom: int
+
+    @classmethod
+    def of(cls, a: Mapping[int, float], b: Mapping[int, float]) -> Unpaired:
+        """Take the losses of two groups, by seed. Raises ValueError where one of them is empty."""
+        if not a or not b:
+            raise ValueError(f"a difference of means is of runs on both sides, got {len(a)} and {len(b)}")
+        logs = [[math.log(loss) for loss in some.values()] for some in (a, b)]
+        mean = statistics.mean(logs[0]) - statistics.mean(logs[1])
+        if min(map(len, logs)) < 2:
+            return cls(mean, math.nan, 0)
+        squares = [statistics.variance(some) / len(some) for some in logs]
+        if not sum(squares):
+            return cls(mean, 0.0, len(a) + len(b) - 2)
+        shares = sum(square**2 / (len(some) - 1) for square, some in zip(squares, logs, strict=True))
+        return cls(mean, math.sqrt(sum(squares)), int(sum(squares) ** 2 / shares + 1e-9))
+
+    def percent(self) -> tuple[float, float, float]:
+        """The mean and the ends of its 95 % interval as percentages of the loss; the ends are NaN without an error."""
+        off = quantile(0.975, self.freedom) * self.error if self.freedom else math.nan
+        mean, low, high = (100 * math.expm1(d) for d in (self.mean, self.mean - off, self.mean + off))
+        return mean, low, high
+
+
+@dataclass(frozen=True)
 class Regime:
     """What runs were, or what a claim needs of them. Without local updates the rounds are infinite."""
 

@@ -20,6 +20,7 @@ from pipelines.ladder.fits import (
     fit_row,
     gap_rows,
     loss_at,
+    pair_correlation,
     predict,
     published_gaps,
     read_cells,
@@ -154,6 +155,8 @@ def test_a_gap_stands_beside_that_of_the_seeds_which_tuning_did_not_see(three_ru
     assert row["gap_pct"] == pytest.approx(cell.pairs.percent()[0], rel=1e-12)
     assert row["gap_without_seed_0_pct"] == pytest.approx(100 * math.expm1(sum(cell.gaps[1:]) / 2))
     assert row["rounds"] == cell.regime.rounds == 3
+    assert row["data_parallel_seeds"] == len(cell.base)
+    assert row["means_gap_pct"] == pytest.approx(row["gap_pct"])  # of the same seeds on both sides
     (alone,) = gap_rows([dataclasses.replace(cell, losses={0: 4.1}, rounds=math.inf)])
     assert math.isnan(alone["gap_without_seed_0_pct"])
     assert math.isnan(alone["rounds"])
@@ -170,6 +173,17 @@ def test_the_variance_that_all_rows_share_is_that_of_what_they_are_held_against(
     assert shared_variance(rows(0.0, 0.01)) < 0.1
     assert math.isnan(shared_variance(rows(0.03, 0.01)[:1]))
     assert math.isnan(shared_variance([]))
+
+
+@pytest.mark.parametrize("common", [0.0, 0.9])
+def test_the_correlation_of_pairs_is_what_one_seed_has_in_common(common: float) -> None:
+    rng = np.random.default_rng(0)
+    base = rng.normal(0, 0.02, 40)
+    own = [common * base + math.sqrt(1 - common**2) * rng.normal(0, 0.02, 40) for _ in range(10)]
+    held = dict(enumerate(3 * np.exp(base)))
+    some = [Cell(f"{i}", "a", 2, 1000, 20.0, 100, 512, dict(enumerate(3 * np.exp(x))), held) for i, x in enumerate(own)]
+    assert pair_correlation(some) == pytest.approx(common, abs=0.1)
+    assert math.isnan(pair_correlation([dataclasses.replace(some[0], losses={0: 3.0, 1: 3.1})]))
 
 
 def test_gaps_of_papers_are_those_that_they_print() -> None:

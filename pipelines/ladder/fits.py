@@ -28,7 +28,7 @@ from lowcomm.model.presets import PRESETS
 from lowcomm.settings import ConfigError
 from pipelines.ladder.plan import PUBLISHED, Ladder, Rung, base_of, write_whole
 from pipelines.report import Comparison, published, regime_of, span
-from pipelines.verdicts import Paired, Regime, log_ratios, quantile, student
+from pipelines.verdicts import Paired, Regime, Unpaired, log_ratios, quantile, student
 
 #: Exponents of the law of loss: the likely one, as of published fits, and the highest; the lowest leaves no floor.
 LIKELY, HIGHEST = 0.34, 0.6
@@ -68,6 +68,11 @@ class Cell:
     def gaps(self) -> list[float]:
         """Each seed's gap."""
         return log_ratios(self.losses, self.base)
+
+    @property
+    def means(self) -> Unpaired:
+        """The gap of the mean of all its runs to that of all runs of data-parallel training."""
+        return Unpaired.of(self.losses, self.base)
 
     @property
     def bar(self) -> tuple[float, float]:
@@ -170,9 +175,9 @@ def _runs_at(ladder: Ladder, rung: Rung, rows: Collection[str]) -> dict[str, lis
 def gap_rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
     """Return the rows of gaps.csv: each cell's means over its pairs, and its gap in % of the loss with a 95 % interval.
 
-    Data-parallel training, against which gaps are, is left out. Rounds are NaN of what exchanges no parameters. Tuning
-    chose by the run of seed 0 (on other text), so that the gap of the other seeds stands beside that of all; it is NaN
-    where there are none.
+    Data-parallel training, against which gaps are, is left out. Rounds are NaN of what exchanges no parameters. Beside
+    the gap of pairs stands that of the means of all runs of either side (`means_`). Tuning chose by the run of seed 0
+    (on other text), so that the gap of the other seeds stands beside that of all; it is NaN where there are none.
     """
     found = []
     for cell in cells:
@@ -180,6 +185,7 @@ def gap_rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
             continue
         pairs, both = cell.pairs, sorted(cell.losses.keys() & cell.base.keys())
         gap, low, high = pairs.percent()
+        means, means_low, means_high = cell.means.percent()
         others = {seed: loss for seed, loss in cell.losses.items() if seed and seed in cell.base}
         found.append(
             {
@@ -193,6 +199,10 @@ def gap_rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
                 "gap_pct": gap,
                 "low_pct": low,
                 "high_pct": high,
+                "data_parallel_seeds": len(cell.base),
+                "means_gap_pct": means,
+                "means_low_pct": means_low,
+                "means_high_pct": means_high,
                 "gap_without_seed_0_pct": Paired.of(others, cell.base).percent()[0] if others else math.nan,
             }
         )
@@ -279,6 +289,22 @@ def shared_variance(cells: Sequence[Cell]) -> float:
     gaps = np.log([[cell.losses[seed] / cell.base[seed] for seed in seeds] for cell in cells])
     share = gaps.mean(0).var() / gaps.var(1).mean()  # of which 1 / rows is there without anything in common
     return max(0.0, float((len(gaps) * share - 1) / (len(gaps) - 1)))
+
+
+def pair_correlation(cells: Sequence[Cell]) -> float:
+    """Return the correlation of losses with those of one seed that they are held against, pooled over rows.
+
+    It is the sum of covariances over the square root of that of variances, of the seeds that each row has; where it is
+    0, pairs say no more than means do. NaN where no row has three of them.
+    """
+    products = np.zeros(3)
+    for cell in cells:
+        if len(seeds := sorted(cell.losses.keys() & cell.base.keys())) > 2:
+            both = np.log([[some[seed] for seed in seeds] for some in (cell.losses, cell.base)])
+            one, other = both - both.mean(1, keepdims=True)
+            products += [one @ other, one @ one, other @ other]
+    together, *apart = products
+    return float(together / math.sqrt(math.prod(apart))) if all(apart) else math.nan
 
 
 def several(cells: Sequence[Cell]) -> list[Cell]:

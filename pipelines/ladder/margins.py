@@ -50,13 +50,15 @@ FALLING = (
 class Judged:
     """A line of the table. margin and gap are in % of the loss, a slope's for each factor of 10 in size.
 
-    margin: NaN for a slope. gap: the likely one, and the ends of its 95 % interval; NaN where there is none.
+    margin: NaN for a slope. gap: the likely one, and the ends of its 95 % interval; NaN where there is none. means: the
+    same of the means of all runs of either side, by which nothing is judged; NaN for a slope.
     """
 
     row: str
     rung: str
     margin: float
     gap: tuple[float, float, float]
+    means: tuple[float, float, float]
     claim: Claim
     outcome: str
 
@@ -68,7 +70,9 @@ class Judged:
     def record(self) -> dict[str, Any]:
         """Return it as columns of a table; p_for and p_against are before correction."""
         found = self.claim.evidence or Evidence(math.nan, math.nan)
-        told = dict(zip(("gap_pct", "low_pct", "high_pct"), self.gap, strict=True))
+        ends = ("gap_pct", "low_pct", "high_pct")
+        told = dict(zip(ends, self.gap, strict=True))
+        told |= dict(zip((f"means_{end}" for end in ends), self.means, strict=True))
         seeds = 0 if found.regime is None else int(found.regime.seeds)
         told = {"row": self.row, "rung": self.rung, "margin_pct": self.margin, "seeds": seeds} | told
         return told | {"p_for": found.p_for, "p_against": found.p_against, "outcome": self.outcome}
@@ -98,19 +102,25 @@ def _sizes_of(row: str, cells: Sequence[Cell]) -> list[Cell]:
     return several([cell for cell in own if not cell.regime.lacks(SLOPE)]) or own
 
 
-def _margin(row: str, rung: str, margin: float, cell: Cell | None) -> tuple[tuple[float, float, float], Claim]:
+#: Nothing was run, or it is no gap.
+_NONE = (math.nan, math.nan, math.nan)
+
+
+def _margin(
+    row: str, rung: str, margin: float, cell: Cell | None
+) -> tuple[tuple[float, float, float], tuple[float, float, float], Claim]:
     text = f"{row} is within {margin:g} % of data-parallel training at {rung}"
     if cell is None:
-        return (math.nan,) * 3, Claim(text, "nothing")
+        return _NONE, _NONE, Claim(text, "nothing")
     evidence = replace(no_worse(cell.pairs, math.log1p(margin / 100)), regime=cell.regime)
     gap = cell.pairs.percent()
-    return gap, Claim(text, f"{gap[0]:+.2f} %", evidence)
+    return gap, cell.means.percent(), Claim(text, f"{gap[0]:+.2f} %", evidence)
 
 
-def _slope(row: str, cells: Sequence[Cell]) -> tuple[tuple[float, float, float], Claim]:
+def _slope(row: str, cells: Sequence[Cell]) -> tuple[tuple[float, float, float], tuple[float, float, float], Claim]:
     fit = fit_row(cells, row)
     slope = fit.per_decade()
     regime = functools.reduce(Regime.least, (cell.regime for cell in cells))
     evidence = Evidence(fit.p_falls, 1 - fit.p_falls, regime=regime)
     text, seen = f"the gap of {row} falls with size", f"{slope[0]:+.2f} % per decade"
-    return slope, Claim(text, seen, evidence, needs=SLOPE)
+    return slope, _NONE, Claim(text, seen, evidence, needs=SLOPE)
