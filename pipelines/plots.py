@@ -14,6 +14,7 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullFormatter
+from matplotlib.transforms import Bbox
 from numpy.typing import ArrayLike
 
 #: One colour a method, in all figures (Okabe and Ito's palette, and others for what has come since).
@@ -94,7 +95,18 @@ def log_ticks(axis: Axis, subs: Sequence[float] = (1, 3)) -> None:
 
 
 def save(fig: Figure, path: Path) -> None:
-    """Write `path`.svg and `path`.png without dates or versions in them."""
+    """Write `path`.svg and `path`.png without dates or versions in them; larger where a legend would be cut."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    fig.savefig(path.with_suffix(".svg"), metadata={"Date": None, "Creator": None})
-    fig.savefig(path.with_suffix(".png"), metadata={"Software": None})
+    box = _with_legends(fig)
+    fig.savefig(path.with_suffix(".svg"), metadata={"Date": None, "Creator": None}, bbox_inches=box)
+    fig.savefig(path.with_suffix(".png"), metadata={"Software": None}, bbox_inches=box)
+
+
+def _with_legends(fig: Figure) -> Bbox | None:
+    """Return the extent of a figure with its legends, in inches; None where they are within it."""
+    fig.draw_without_rendering()  # they are laid out now
+    legends = [legend.get_window_extent() for legend in fig.legends]
+    extent = Bbox.union([fig.bbox, *legends])
+    if extent.width <= fig.bbox.width + 1 and extent.height <= fig.bbox.height + 1:
+        return None
+    return extent.transformed(fig.dpi_scale_trans.inverted())

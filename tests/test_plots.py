@@ -1,8 +1,9 @@
-"""What figures draw of seeds: means, bars and shades from the least to the most, and marks where a bar is cut."""
+"""What figures draw of seeds: means, bars and shades from the least to the most, marks of cut bars; whole legends."""
 
 from __future__ import annotations
 
 from collections.abc import Generator
+from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -51,3 +52,23 @@ def test_ticks_of_a_logarithmic_axis_are_plain_numbers(ax: plt.Axes) -> None:
     shown = [label.get_text() for label in ax.get_xticklabels() if 0.5 <= label.get_position()[0] <= 8]
     assert shown == ["0.5", "1", "2", "5"]
     assert not any(label.get_text() for label in ax.get_xticklabels(minor=True))
+
+
+@pytest.mark.parametrize("entries", [2, 40])
+def test_a_legend_is_whole_however_long(entries: int, tmp_path: Path) -> None:
+    """A figure grows with a legend that is higher than it is, and else is as large as it was made."""
+    with plt.rc_context():
+        plots.theme()
+        dpi = plt.rcParams["savefig.dpi"]
+        fig, (ax,) = plots.figure(1, height=2.0)
+        for entry in range(entries):
+            ax.plot([0, 1], [0, entry], label=f"entry {entry}")
+        fig.legend(loc="outside right upper")
+        plots.save(fig, tmp_path / "long")
+        plt.close(fig)
+    height, width = plt.imread(tmp_path / "long.png").shape[:2]
+    assert width == pytest.approx(plots.COLUMN_WIDTH * dpi, abs=dpi / 10)
+    if entries == 2:
+        assert height == 2 * dpi
+    else:
+        assert height > 4 * dpi
