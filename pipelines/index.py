@@ -17,7 +17,7 @@ from typing import Any
 import pandas as pd
 import yaml
 
-from pipelines.ladder.fits import BAND_PAIRS
+from pipelines.ladder.fits import BAND_PAIRS, MAIN_ROWS
 from pipelines.ladder.plan import LADDER
 from pipelines.project import BUILD, ROOT, load_params
 from pipelines.report import in_prose, markdown, read_claims, told
@@ -110,7 +110,7 @@ def _listed(names: Sequence[str]) -> str:
 def _of_sizes() -> str:
     """Say of how many sizes the ladder is, and which of them are long enough for claims and have the seeds for it."""
     rows = ladder_gaps()
-    told = rows[rows.method.isin(LADDER_ROWS)]
+    told = rows[rows.method.isin(MAIN_ROWS)]
     several = told[(told.seeds >= HEADLINE.seeds) & (told.rounds >= HEADLINE.rounds)]
     is_are = "is" if several["size"].nunique() == 1 else "are"
     which = f", of which {_listed(several['size'])} {is_are} in that regime with several seeds" if len(several) else ""
@@ -286,17 +286,6 @@ def faults_headline() -> str:
     )
 
 
-#: Rows of the ladder that the README tells of.
-LADDER_ROWS = {
-    "diloco/m2": "DiLoCo on 2 replicas",
-    "streaming/h30": "Streaming DiLoCo",
-    "noloco/m4": "NoLoCo on 4",
-    "partial/half": "half of the MLPs on each of 8 (twice the batch, against data-parallel training on that)",
-    "protocol/quarter": "a subspace of a quarter of the width",
-    "together/all": "all four at once",
-}
-
-
 #: Rows with an outer momentum that rises from zero, and whose momentum it is.
 RISING_ROWS = {
     "diloco/rising_momentum": "DiLoCo",
@@ -315,7 +304,7 @@ def ladder_headline() -> str:
     if several.parameters.nunique() < 2:
         return ""
     there = several[several.parameters == several.parameters.max()].set_index("method")
-    told = ((name, there.loc[row]) for row, name in LADDER_ROWS.items() if row in there.index)
+    told = ((name, there.loc[row]) for row, name in MAIN_ROWS.items() if row in there.index)
     lost = ", ".join(f"{name} {in_prose(r.gap_pct, r.low_pct, r.high_pct)}" for name, r in told)
     size = there.parameters.iloc[0]
     return (
@@ -344,14 +333,12 @@ def _what_a_rise_changes(rung: str) -> str:
 
 def _at_larger_sizes(rows: pd.DataFrame) -> str:
     """Say what is lost, in the mean, at sizes that have too few seeds to be judged; "" where there are none."""
-    several = rows[(rows.seeds > 1) & rows.method.isin(LADDER_ROWS)]
+    several = rows[(rows.seeds > 1) & rows.method.isin(MAIN_ROWS)]
     found = ""
     for name, there in several.groupby("size", sort=False):
         rung = LADDER.plan.rungs[name]
         rates = f", with the rates found at {rung.tuned_at}" if rung.tuned_at != name else ""
-        lost = ", ".join(
-            f"{r.gap_pct:+.1f} % for {LADDER_ROWS[r.method].partition(' (')[0]}" for r in there.itertuples()
-        )
+        lost = ", ".join(f"{r.gap_pct:+.1f} % for {MAIN_ROWS[r.method].partition(' (')[0]}" for r in there.itertuples())
         count = _listed([str(n) for n in sorted(there.seeds)])
         found += f" At {name}{rates}, the means of {count} seeds, too few to judge, are {lost}."
     return found
@@ -361,11 +348,11 @@ def _what_bands_are(rows: pd.DataFrame) -> str:
     """Say which sizes the figure's bands go through, and which of them are short of rounds; "" where there are none."""
     file = ROOT / "results" / "ladder" / "slopes.csv"
     slopes = pd.read_csv(file) if file.exists() else pd.DataFrame(columns=["method", "pairs"])
-    drawn = slopes.method[slopes.pairs >= BAND_PAIRS]
+    drawn = slopes.method[(slopes.pairs >= BAND_PAIRS) & slopes.method.isin(MAIN_ROWS)]
     lined = rows[rows.method.isin(drawn) & (rows.seeds > 1)].sort_values("parameters")
     if lined.empty:
         return ""
-    few = sorted(set(lined["size"][lined.method.isin(LADDER_ROWS) & (lined.rounds < HEADLINE.rounds)]))
+    few = sorted(set(lined["size"][lined.rounds < HEADLINE.rounds]))
     has = "has" if len(few) == 1 else "have"
     short = f", of which {_listed(few)} {has} too few rounds for the papers' regime" if few else ""
     return (
@@ -382,7 +369,7 @@ def _where_lost(size: int) -> str:
         return ""
     r = there.iloc[0]
     first, last = (in_prose(*(r[f"{end}_{what}_pct"] for what in ("over", "low", "high"))) for end in ("first", "last"))
-    return f" {LADDER_ROWS[row]} loses {first} in the first {r.tokens} tokens of a sequence, {last} in the last."
+    return f" {MAIN_ROWS[row]} loses {first} in the first {r.tokens} tokens of a sequence, {last} in the last."
 
 
 def with_blocks(readme: str) -> str:

@@ -41,6 +41,16 @@ OF_SEED_0 = (
 )
 
 
+#: Each paper's main row, and that of all four, with its name in prose: the README tells of these, and their lines are
+#: carried beyond our sizes.
+MAIN_ROWS = {
+    "diloco/m2": "DiLoCo on 2 replicas",
+    "streaming/h30": "Streaming DiLoCo",
+    "noloco/m4": "NoLoCo on 4",
+    "partial/half": "half of the MLPs on each of 8 (twice the batch, against data-parallel training on that)",
+    "protocol/quarter": "a subspace of a quarter of the width",
+    "together/all": "all four at once",
+}
 #: Pairs of a line whose band is drawn: that of fewer fills a figure.
 BAND_PAIRS = 6
 
