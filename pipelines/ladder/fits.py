@@ -304,8 +304,8 @@ def shared_variance(cells: Sequence[Cell]) -> float:
 def pair_correlation(cells: Sequence[Cell]) -> float:
     """Return the correlation of losses with those of one seed that they are held against, pooled over rows.
 
-    It is the sum of covariances over the square root of that of variances, of the seeds that each row has; where it is
-    0, pairs say no more than means do. NaN where no row has three of them.
+    It is the sum of the rows' covariances over the geometric mean of both sums of variances; where it is 0, pairs say
+    no more than means do. NaN where no row has three pairs.
     """
     products = np.zeros(3)
     for cell in cells:
