@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -147,6 +148,10 @@ class ForkingTestbed(Testbed):
         return super()._begin(namespace, words, environment, **popen)
 
 
+#: Held by the thread that asks after a forked process: of two that ask at once, one would be told a status of 255.
+_asking = threading.Lock()
+
+
 class _Forked:
     """A module that runs in a process of its own in a namespace, with what is used of a `subprocess.Popen`."""
 
@@ -170,21 +175,23 @@ class _Forked:
                 os.mkfifo(said)
             args = (said, wanted, _run_module, (namespace, words, start_new_session))
             self._process = _context().Process(target=_begin, args=args, daemon=True)
-            self._process.start()
+            with _asking:  # as who starts a process asks after all others
+                self._process.start()
             if stdout == subprocess.PIPE:
                 self.stdout = open(said, "r" if text else "rb")  # noqa: SIM115, as whoever started it closes it
         self.pid = self._process.pid
 
     @property
     def returncode(self) -> int | None:
-        return self._process.exitcode
+        return self.poll()
 
     def poll(self) -> int | None:
-        return self._process.exitcode
+        with _asking:
+            return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
-        self._process.join(timeout)
-        if (status := self._process.exitcode) is None:
+        wait([self._process.sentinel], timeout)
+        if (status := self.poll()) is None:
             raise subprocess.TimeoutExpired("a forked module", timeout)
         return status
 

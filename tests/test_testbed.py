@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -300,6 +302,21 @@ def test_a_machine_that_dies_and_is_started_anew_joins_again(corpus: Path, tmp_p
     train_in_threads(config, corpus, tmp_path / "plain")
     for name in ("model.safetensors", "metrics/rank-000.jsonl", "metrics/rank-001.jsonl"):
         assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "plain" / name).read_bytes()
+
+
+@here
+def test_all_threads_that_ask_after_a_forked_process_are_told_how_it_ended() -> None:
+    def ask(child: subprocess.Popen) -> int:
+        while (status := child.poll()) is None:
+            time.sleep(0.001)
+        return status
+
+    with ForkingTestbed(1) as bed, ThreadPoolExecutor(4) as pool:
+        for _ in range(5):
+            child = bed.start(0, [sys.executable, "-m", "http.server", "0"])
+            asking = [pool.submit(ask, child) for _ in range(4)]
+            child.kill()
+            assert {child.wait(), *(a.result() for a in asking)} == {-signal.SIGKILL}
 
 
 @here
