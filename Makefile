@@ -58,6 +58,7 @@ lock: .venv/.done   ## renew constraints.txt from what is installed
 .venv/.done: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; v = sys.version_info[:2]; v == (3, 11) or sys.exit("lowcomm needs Python 3.11, found %d.%d; set PYTHON=" % v)'
 	test -d .venv || $(PYTHON) -m venv .venv
-	.venv/bin/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	.venv/bin/pip install -q --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev]'
+	.venv/bin/python -m compileall -qq -j 0 .venv/lib || true # on all cores, unlike pip; some templates are no modules
 	echo '$(CURDIR)' > $$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/checkout.pth # pipelines/
 	touch $@

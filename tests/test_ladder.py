@@ -514,6 +514,7 @@ def test_a_ladder_that_is_killed_goes_on(number: signal.Signals, small: Ladder) 
     started = [process.pid for process in psutil.Process(child.pid).children(recursive=True)]
     child.send_signal(number)
     assert child.wait(60) == (1 if number == signal.SIGTERM else -number)
+    deadline = time.monotonic() + 60
     while any(Path(f"/proc/{pid}").exists() for pid in started) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(Path(f"/proc/{pid}").exists() for pid in started)

@@ -281,7 +281,9 @@ def test_the_graph_reproduces_at_smoke_scale(tmp_path: Path) -> None:
     ignore = shutil.ignore_patterns(".git", ".venv", "build", "dvc.lock", "laptop", "*.egg-info", "tmp", "cache")
     shutil.copytree(ROOT, copy, ignore=ignore)
     kept = ("protocol_dense", "protocol")
-    params = load_params() | {"scale": "smoke", "runs": {run: load_params()["runs"][run] for run in kept}}
+    params = load_params() | {"scale": "smoke"}
+    for section, some in (("runs", kept), ("corpora", ("docstrings",))):
+        params[section] = {name: params[section][name] for name in some}
     (copy / "params.yaml").write_text(yaml.safe_dump(params, sort_keys=False))
     subprocess.run(["git", "init", "-q"], cwd=copy, check=True)
     path = f"{Path(sys.executable).parent}:{clean_environment()['PATH']}"

@@ -186,31 +186,46 @@ def _pairs(row: dict[str, str]) -> set[tuple[str, str]]:
     return set(itertools.combinations([f"{choice}={value}" for choice, value in row.items()], 2))
 
 
-@functools.cache
-def covering(exchange: bool) -> tuple[list[dict[str, str]], list[tuple[str, str]]]:
-    """Rows that hold every pair of values which some row can hold, and the pairs that none can.
+def _all_pairs(choices: dict[str, dict[str, dict[str, Any]]]) -> set[tuple[str, str]]:
+    """Return all pairs of values of two choices."""
+    names = [[f"{choice}={value}" for value in some] for choice, some in choices.items()]
+    return {p for a, b in itertools.combinations(names, 2) for p in itertools.product(a, b)}
 
-    A row begins as the pair and the first value of every other choice, some of which may have to be others (NEEDED);
-    then it takes what other values add pairs and are allowed. Of several such rows the one is taken that adds most.
+
+def _why_refused(pair: tuple[str, str]) -> str | None:
+    """Return the reason why no method has a pair of CHOICES; None where one has."""
+    return next((why for of, why in reversed(REFUSED.items()) if all(map(fnmatch.fnmatch, pair, of))), None)
+
+
+def _begin(pair: tuple[str, str], choices: dict[str, dict[str, dict[str, Any]]]) -> dict[str, str] | None:
+    """Return the plainest row that holds a pair: the first value of other choices, but of up to two of NEEDED another.
+
+    Returns None where there is none.
+    """
+    fixed = dict(value.split("=") for value in pair)
+    plain = {choice: next(iter(some)) for choice, some in choices.items()} | fixed
+    needed = [(choice, value) for choice in NEEDED if choice not in fixed for value in choices.get(choice, ())]
+    others = itertools.chain.from_iterable(itertools.combinations(needed, count) for count in range(3))
+    return next((row for some in others if _allowed(row := plain | dict(some))), None)
+
+
+@functools.cache
+def covering(exchange: bool) -> list[dict[str, str]]:
+    """Return rows that hold every pair of values which is not refused.
+
+    A row begins as the plainest that holds a pair; then it takes what other values add pairs and are allowed. Of
+    several such rows the one is taken that adds most.
     """
     choices, draw = CHOICES if exchange else WITHOUT, random.Random(0)
-    values = {f"{choice}={value}": (choice, value) for choice, some in choices.items() for value in some}
-    names = [[f"{choice}={value}" for value in some] for choice, some in choices.items()]
-    missing = {p for a, b in itertools.combinations(names, 2) for p in itertools.product(a, b)}
-    rows, impossible = [], []
+    values = [(choice, value) for choice, some in choices.items() for value in some]
+    missing = {pair for pair in _all_pairs(choices) if not exchange or _why_refused(pair) is None}
+    rows = []
     for pair in sorted(missing):
         if pair not in missing:
             continue
-        fixed = dict(values[v] for v in pair)
-        plain = {choice: next(iter(some)) for choice, some in choices.items()} | fixed
-        free = [v for v in values.values() if v[0] not in fixed]
-        needed = [v for v in free if v[0] in NEEDED]
-        others = itertools.chain.from_iterable(itertools.combinations(needed, count) for count in range(3))
-        begin = next((row for some in others if _allowed(row := plain | dict(some))), None)
-        if begin is None:
-            impossible.append(pair)
-            continue
-        found = []
+        begin, found = _begin(pair, choices), []
+        assert begin is not None, pair
+        free = [(choice, value) for choice, value in values if choice not in dict(v.split("=") for v in pair)]
         for _ in range(4):
             row = begin
             for choice, value in draw.sample(free, len(free)):
@@ -220,7 +235,7 @@ def covering(exchange: bool) -> tuple[list[dict[str, str]], list[tuple[str, str]
             found.append(row)
         rows.append(max(found, key=lambda row: len(_pairs(row) & missing)))
         missing -= _pairs(rows[-1])
-    return rows, impossible
+    return rows
 
 
 def _trained_whole_and_cut(row: dict[str, str], corpus: Path, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -251,7 +266,7 @@ def _trained_whole_and_cut(row: dict[str, str], corpus: Path, folder: Path, capl
 def test_every_pair_of_choices_trains_and_resumes(
     codec: str, corpus: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rows = [row for row in covering(True)[0] if row["codec"] == codec]
+    rows = [row for row in covering(True) if row["codec"] == codec]
     assert rows
     for number, row in enumerate(rows):
         print(row)
@@ -262,18 +277,16 @@ def test_every_pair_of_choices_trains_and_resumes(
 def test_every_boundary_and_route_goes_without_local_updates(
     exchange: str, corpus: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for number, row in enumerate(r for r in covering(False)[0] if r["exchange"] == exchange):
+    for number, row in enumerate(r for r in covering(False) if r["exchange"] == exchange):
         print(row)
         _trained_whole_and_cut(row, corpus, tmp_path / str(number), caplog)
 
 
 def test_pairs_that_no_method_has_are_refused_with_the_reason() -> None:
-    names = [[f"{choice}={value}" for value in some] for choice, some in CHOICES.items()]
-    pairs = [p for a, b in itertools.combinations(names, 2) for p in itertools.product(a, b)]
-    wanted = {pair: why for pair in pairs for of, why in REFUSED.items() if all(map(fnmatch.fnmatch, pair, of))}
-    assert set(covering(True)[1]) == set(wanted)
-    assert not covering(False)[1]
+    wanted = {pair: why for pair in _all_pairs(CHOICES) if (why := _why_refused(pair)) is not None}
+    assert wanted
     for pair, why in sorted(wanted.items()):
+        assert _begin(pair, CHOICES) is None
         values = dict(name.split("=") for name in pair)
         with pytest.raises(ConfigError, match=re.escape(why)):
             _config({"peers": "everyone" if pair[0].startswith(PLAIN) else "pairs"} | values)
