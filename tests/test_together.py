@@ -192,6 +192,11 @@ def _all_pairs(choices: dict[str, dict[str, dict[str, Any]]]) -> set[tuple[str, 
     return {p for a, b in itertools.combinations(names, 2) for p in itertools.product(a, b)}
 
 
+def _values(pair: tuple[str, str]) -> dict[str, str]:
+    """Return the values of a pair by their choices."""
+    return dict(name.split("=") for name in pair)
+
+
 def _why_refused(pair: tuple[str, str]) -> str | None:
     """Return the reason why no method has a pair of CHOICES; None where one has."""
     return next((why for of, why in reversed(REFUSED.items()) if all(map(fnmatch.fnmatch, pair, of))), None)
@@ -202,7 +207,7 @@ def _begin(pair: tuple[str, str], choices: dict[str, dict[str, dict[str, Any]]])
 
     Returns None where there is none.
     """
-    fixed = dict(value.split("=") for value in pair)
+    fixed = _values(pair)
     plain = {choice: next(iter(some)) for choice, some in choices.items()} | fixed
     needed = [(choice, value) for choice in NEEDED if choice not in fixed for value in choices.get(choice, ())]
     others = itertools.chain.from_iterable(itertools.combinations(needed, count) for count in range(3))
@@ -223,9 +228,9 @@ def covering(exchange: bool) -> list[dict[str, str]]:
     for pair in sorted(missing):
         if pair not in missing:
             continue
-        begin, found = _begin(pair, choices), []
+        begin, fixed, found = _begin(pair, choices), _values(pair), []
         assert begin is not None, pair
-        free = [(choice, value) for choice, value in values if choice not in dict(v.split("=") for v in pair)]
+        free = [(choice, value) for choice, value in values if choice not in fixed]
         for _ in range(4):
             row = begin
             for choice, value in draw.sample(free, len(free)):
@@ -287,9 +292,8 @@ def test_pairs_that_no_method_has_are_refused_with_the_reason() -> None:
     assert wanted
     for pair, why in sorted(wanted.items()):
         assert _begin(pair, CHOICES) is None
-        values = dict(name.split("=") for name in pair)
         with pytest.raises(ConfigError, match=re.escape(why)):
-            _config({"peers": "everyone" if pair[0].startswith(PLAIN) else "pairs"} | values)
+            _config({"peers": "everyone" if pair[0].startswith(PLAIN) else "pairs"} | _values(pair))
 
 
 #: The choices of the page's table, as they are named here.
