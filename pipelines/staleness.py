@@ -29,7 +29,12 @@ from pipelines.project import BUILD, ROOT
 
 PACKAGES = ("lowcomm", "pipelines")
 #: Stages that run a module and no notebook: the list's name -> the module.
-COMMANDS = {"index": "pipelines.index", "settings": "pipelines.settings", "data": "lowcomm.experiment.data"}
+COMMANDS = {
+    "index": "pipelines.index",
+    "settings": "pipelines.settings",
+    "data": "lowcomm.experiment.data",
+    "ladder_rows": "pipelines.ladder.rows",
+}
 TRAINER = "lowcomm.experiment.train"
 #: Packages whose modules find each other by name, so that whoever reaches a base class may reach all that derives.
 CHOICES = ("lowcomm.codecs", "lowcomm.methods")

@@ -36,6 +36,7 @@ from pipelines.ladder.headline import read_pairs
 from pipelines.ladder.origin import Origin
 from pipelines.ladder.plan import LADDER, Ladder, Line, Plan, Point, Row, base_of, read_plan
 from pipelines.ladder.positions import PARTS, loss_by_position
+from pipelines.ladder.rows import known
 from pipelines.ladder.tune import best_trial, tune, walk_line, walk_row
 from tests.conftest import small_run
 from tests.harness import as_if_predicted, clean_environment, small_ladder
@@ -458,16 +459,27 @@ def test_points_are_those_of_plain_runs_and_none_is_done_again(small: Ladder, ca
     (again / "points" / "a" / "old").mkdir(parents=True)
     (again / "points" / "a" / "old" / "seed0.json").write_text("{}")
     assert main(["headline"], small) == 0
-    told = json.loads((small.build / "headline-probes.json").read_text())
-    assert list(told) == ["plain", "diloco/m2"]  # those that it needs, and no others
-    assert json.loads((small.build / "probes" / "diloco.json").read_text()) == {"m2": told["diloco/m2"]}
+    assert list(json.loads((small.build / "probes" / "diloco.json").read_text())) == ["m2"]  # no others than it needs
+    told = json.loads((small.build / "headline-made-from.json").read_text())
     assert [pair.point.title for pair in read_pairs(small, again)] == ["plain at a, seed 0", "diloco/m2 at a, seed 0"]
+    assert told == {pair.point.row.name: pair.there["made_from"] for pair in read_pairs(small, again)}
     for pair in read_pairs(small, again):  # the same run, but for clock and machine
         assert pair.there.keys() - pair.here.keys() == {"seconds", "environment"}
         assert pair.here.items() <= pair.there.items()
         assert [step for step, _ in pair.here["curve"]] == list(range(1, 13))
         assert len(pair.here["loss_by_position"]) == PARTS
     assert len(list(again.rglob("*.json"))) == 2  # what the plan does not have is gone
+
+    rows = known(small)
+    assert set(rows) == set(small.plan.rows)
+    assert rows["plain"].keys() == {"a", "b"}
+    assert rows["plain"]["b"]["settings"]["train"]["lr"] == tuned["plain"]["values"]["lr"]
+    file = small.results / "points" / "a" / "plain" / "seed1.json"
+    file.write_text(file.read_text() + "\n")
+    now = known(small)
+    assert {name for name in rows if now[name] != rows[name]} == {"plain"}
+    assert {key for key, value in rows["plain"]["a"].items() if now["plain"]["a"][key] != value} == {"seed 1"}
+    done = outcomes(small)
 
     for words in (["tune", "a"], ["train", "a"], ["train", "b"]):  # on another machine, even
         assert main(words, anew(small)) == 0

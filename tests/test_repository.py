@@ -18,6 +18,7 @@ from lowcomm.settings import ConfigError
 from pipelines import staleness
 from pipelines.clean import cleaned
 from pipelines.index import BEGIN, END, FAMILIES, family, index, minutes, pages, readme_block, stages, with_blocks
+from pipelines.ladder.plan import LADDER, base_of
 from pipelines.project import ROOT, load_params
 from pipelines.report import paper
 from pipelines.run_notebook import check_parameters
@@ -26,7 +27,7 @@ from tests.harness import clean_environment
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 STAGES = yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"]
-WITHOUT_NOTEBOOK = ("sources", "settings", "probes", "headline_probes", "headline", "index")
+WITHOUT_NOTEBOOK = ("sources", "settings", "probes", "ladder_rows", "headline_probes", "headline", "index")
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
@@ -92,6 +93,24 @@ def test_a_table_depends_on_all_runs_that_it_reads() -> None:
         assert listed <= named | listed
         read = {run for run in named if f'read_run("{run}"' in code}
         assert read <= listed, name
+
+
+def test_a_table_depends_on_all_rows_of_the_ladder_that_it_reads() -> None:
+    """It depends on a file for each of them and of what they are held against, or on all points."""
+    configs, read = LADDER.configs("0.33M"), 0
+    for name, stage in STAGES.items():
+        if name in WITHOUT_NOTEBOOK or "foreach" in stage:
+            continue
+        notebook = ROOT / re.search(r"notebooks/\S+\.ipynb", stage["cmd"]).group()
+        code = "\n".join(c.source for c in nbformat.read(notebook, as_version=4).cells if c.cell_type == "code")
+        listed = {row for row in LADDER.plan.rows if f"build/ladder/rows/{row}.json" in stage["deps"]}
+        assert len(listed) == sum(dep.startswith("build/ladder/rows") for dep in stage["deps"])
+        if "LADDER" in code and "results/ladder/points" not in stage["deps"]:
+            named = {row for row in LADDER.plan.rows if f'"{row}"' in code}
+            assert named
+            assert named <= listed <= named | {base_of(row, configs) for row in named & configs.keys()}, name
+            read += 1
+    assert read >= 5
 
 
 def test_lists_of_sources_follow_what_a_notebook_reaches() -> None:

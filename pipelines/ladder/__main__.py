@@ -24,7 +24,7 @@ import time
 from collections.abc import Collection
 
 from lowcomm.settings import ConfigError
-from pipelines.ladder.headline import retrain
+from pipelines.ladder.headline import headline_points, retrain
 from pipelines.ladder.origin import keep_origin
 from pipelines.ladder.plan import LADDER, PUBLISHED, Ladder, Row, Rung
 from pipelines.ladder.tune import tune
@@ -33,29 +33,30 @@ from pipelines.probes import SCALE, write_digests
 from pipelines.project import load_params, record_seconds
 
 
-def prepare(ladder: Ladder, rows: Collection[str] | None = None) -> None:
+def prepare(ladder: Ladder, *, headline: bool = False) -> None:
     """Prepare the corpora and train the probes, as far as that has not been done; one command of a checkout at a time.
 
-    rows: those whose probes are wanted, all by default; what they are is then written to headline-probes.json too.
+    headline: train the probes of the headline's rows alone, and write what its points are made from into
+    headline-made-from.json of the build folder.
     """
     ladder.build.mkdir(parents=True, exist_ok=True)
     with (ladder.build / "prepare.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed, or its process is gone
-        _prepare(ladder, rows)
+        _prepare(ladder, headline)
 
 
-def _prepare(ladder: Ladder, rows: Collection[str] | None) -> None:
+def _prepare(ladder: Ladder, headline: bool) -> None:
     from lowcomm.experiment.data import prepared  # with the tokenizer, which training does without
 
-    some = None if rows is None else [ladder.plan.rows[name] for name in rows]
-    write_digests(ladder.project, some and {(row.run, row.variant) for row in some})
-    if some is not None:
-        told = {row.name: ladder.probe(row) for row in some}
-        (ladder.build / "headline-probes.json").write_text(json.dumps(told, indent=1) + "\n")
+    points = headline_points(ladder) if headline else []
+    write_digests(ladder.project, {(point.row.run, point.row.variant) for point in points} or None)
     for corpus in ladder.params["corpora"]:
         prepared(ladder.project, corpus, ladder.first_rung)
     link_rungs(ladder)
-    if some is None:
+    if headline:
+        told = {point.row.name: point.made_from() for point in points}
+        (ladder.build / "headline-made-from.json").write_text(json.dumps(told, indent=1) + "\n")
+    else:
         keep_origin(ladder)
 
 
@@ -133,7 +134,7 @@ def main(argv: list[str] | None = None, ladder: Ladder = LADDER) -> int:
             print(f"predictions of {rung}: {told}")
             return 0
         begin = time.perf_counter()
-        prepare(ladder, ladder.plan.headline[1] if headline else None)
+        prepare(ladder, headline=headline)
         with Workers() as workers:
             if rung is not None:
                 {"tune": tune, "train": train}[args.what](ladder, rung, workers, args.rows)

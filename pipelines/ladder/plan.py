@@ -366,7 +366,7 @@ def base_of(row: str, configs: Mapping[str, RunConfig]) -> str:
     raise ConfigError(f"{row} has {steps} steps of {batch} sequences, and no row of data-parallel training has those")
 
 
-def _deciding(settings: dict[str, Any]) -> dict[str, Any]:
+def deciding(settings: dict[str, Any]) -> dict[str, Any]:
     """Return the settings that decide a run's outcome.
 
     Links, checkpoints and how often rows are written do not, and are left out.
@@ -425,7 +425,7 @@ class Point:
         """
         name = self.config.data.corpus
         told = {
-            "settings": _deciding(set_values(self.config)),
+            "settings": deciding(set_values(self.config)),
             "corpus": origin.corpora[name] if (origin := self.ladder.origin) else self.ladder.corpus(name, self.rung),
             "probe": self.ladder.probe(self.row),
         }

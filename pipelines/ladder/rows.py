@@ -1,0 +1,43 @@
+"""What is known of each row of the ladder, a file each: what a table depends on in place of all points.
+
+    python -m pipelines.ladder.rows
+
+A file for each row in build/ladder/rows/, with what every rung has of it: its settings as tuning found them, and its
+points. So a new point touches the tables that read its row, and no others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from typing import Any
+
+from pipelines.ladder.plan import LADDER, Ladder, deciding
+from pipelines.settings import set_values
+
+
+def known(ladder: Ladder) -> dict[str, dict[str, Any]]:
+    """Return what is known of each row at each rung that has points of it: their "settings", and a digest per seed."""
+    found: dict[str, dict[str, Any]] = {name: {} for name in ladder.plan.rows}
+    for name, rung in ladder.plan.rungs.items():
+        tuned = ladder.read_tuned(rung.tuned_at) if ladder.tuned_file(rung.tuned_at).exists() else {}
+        for point in ladder.results_at(name, [row for row in rung.rows if row in tuned]):
+            if point.file.exists():
+                there = found[point.row.name].setdefault(name, {"settings": deciding(set_values(point.config))})
+                there[f"seed {point.seed}"] = hashlib.sha256(point.file.read_bytes()).hexdigest()
+    return found
+
+
+def main() -> None:
+    """Write all of them anew."""
+    folder = LADDER.build / "rows"
+    shutil.rmtree(folder, ignore_errors=True)
+    for row, rungs in known(LADDER).items():
+        file = folder / f"{row}.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(rungs, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
