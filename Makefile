@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 export PYTHONWARNINGS := ignore::DeprecationWarning,ignore::SyntaxWarning
 
-.PHONY: help repro ladder gpu gpu-pack test lab bench links storm lint lock
+.PHONY: help repro ladder gpu gpu-pack test test-long lab bench links storm lint lock
 .DEFAULT_GOAL := help
 
 help:                ## name the targets
@@ -24,13 +24,16 @@ gpu:                 ## on a GPU's machine, where nothing is installed: kernels,
 	PYTHONPATH=$(CURDIR) python3 -m pipelines.gpu
 
 # More workers than cores, as many tests wait for links and timeouts; with bytecode, as they start hundreds of processes.
-test: WORKERS = $$(python -c 'import os; print(2 * os.cpu_count())')
-test: export PYTHONDONTWRITEBYTECODE :=
+test test-long: WORKERS = $$(python -c 'import os; print(2 * os.cpu_count())')
+test test-long: export PYTHONDONTWRITEBYTECODE :=
 test: .venv/.done   ## lint, the import contract, pytest, and every notebook at smoke scale
 	ruff check . && ruff format --check . && lint-imports --no-cache
-	python -m pytest -n $(WORKERS) --dist worksteal
+	python -m pytest -n $(WORKERS) --dist worksteal -m 'not longest'
 	python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --nbval-lax --nbval-kernel-startup-timeout 300 \
 		notebooks -p no:cacheprovider
+
+test-long: .venv/.done ## the tests that take a minute or more each: processes that are killed, a ladder, the graph of stages
+	python -m pytest -n $(WORKERS) --dist worksteal -m longest
 
 lab: .venv/.done    ## explore in JupyterLab, which opens at the root of the checkout, on an index
 	jupyter lab --notebook-dir=. $(if $(filter 0,$(shell id -u)),--allow-root) notebooks/index.ipynb

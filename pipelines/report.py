@@ -181,7 +181,7 @@ class Comparison:
     def difference(self, a: Any, b: Any) -> str:
         """'+0.123 (0.078 to 0.168)': `mean_difference`, and the 95 % interval of its pairs; '+0.123' for one seed."""
         pairs, likely = self.pairs(a, b), self.mean_difference(a, b)
-        half = (pairs.interval()[1] - pairs.mean) * self._common_mean(b, a)
+        half = (pairs.likely.high - pairs.mean) * self._common_mean(b, a)
         return f"{likely:+.3f}" + ("" if math.isnan(half) else f" ({likely - half:.3f} to {likely + half:.3f})")
 
     def over(self, a: Any, b: Any, digits: int = 1) -> str:
@@ -198,7 +198,7 @@ class Comparison:
 
         It is told where the 95 % interval of the pairs leaves out 0. For notes: claims are judged by their evidence.
         """
-        low, high = self.pairs(a, b).interval()
+        _, low, high = self.pairs(a, b).likely
         return True if low > 0 else False if high < 0 else None
 
     def told(self, key: Any) -> str:

@@ -29,7 +29,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 #: What counts as small, of a probability that is corrected.
 LEVEL = 0.05
@@ -73,6 +73,28 @@ def quantile(probability: float, freedom: int) -> float:
     return math.tan(low)
 
 
+class Likely(NamedTuple):
+    """A likely value, and the ends of its 95 % interval, which are NaN where nothing tells an error."""
+
+    value: float
+    low: float
+    high: float
+
+    @classmethod
+    def around(cls, value: float, error: float, freedom: int) -> Likely:
+        """Return a value with the interval of Student's t of its standard error; without a degree of freedom, NaN."""
+        off = quantile(0.975, freedom) * error if freedom else math.nan
+        return cls(value, value - off, value + off)
+
+    def percent(self) -> Likely:
+        """Return d = ln(a / b) as percentages of the loss."""
+        return Likely(*(100 * math.expm1(d) for d in self))
+
+
+#: Nothing was run, or there is no such value.
+NOTHING = Likely(math.nan, math.nan, math.nan)
+
+
 def log_ratios(a: Mapping[int, float], b: Mapping[int, float]) -> list[float]:
     """Return ln(a / b) of the seeds that both sides have, in their order."""
     return [math.log(a[seed] / b[seed]) for seed in sorted(a.keys() & b.keys())]
@@ -102,17 +124,14 @@ class Paired:
             return 0.5 if apart == 0 else float(apart > 0)
         return student(apart / (self.deviation / math.sqrt(self.seeds)), self.seeds - 1)
 
-    def interval(self, level: float = 0.95) -> tuple[float, float]:
-        """The two-sided interval of the mean; (NaN, NaN) for one seed."""
-        if self.seeds < 2:
-            return math.nan, math.nan
-        off = quantile((1 + level) / 2, self.seeds - 1) * self.deviation / math.sqrt(self.seeds)
-        return self.mean - off, self.mean + off
+    @property
+    def likely(self) -> Likely:
+        """The mean with its interval, which one seed has not."""
+        return Likely.around(self.mean, self.deviation / math.sqrt(self.seeds), self.seeds - 1)
 
-    def percent(self) -> tuple[float, float, float]:
-        """The mean and the ends of its 95 % interval as percentages of the loss; the ends are NaN for one seed."""
-        mean, low, high = (100 * math.expm1(d) for d in (self.mean, *self.interval()))
-        return mean, low, high
+    def percent(self) -> Likely:
+        """The mean with its interval as percentages of the loss."""
+        return self.likely.percent()
 
 
 @dataclass(frozen=True)
@@ -143,11 +162,9 @@ class Unpaired:
         shares = sum(square**2 / (len(some) - 1) for square, some in zip(squares, logs, strict=True))
         return cls(mean, math.sqrt(sum(squares)), int(sum(squares) ** 2 / shares + 1e-9))
 
-    def percent(self) -> tuple[float, float, float]:
-        """The mean and the ends of its 95 % interval as percentages of the loss; the ends are NaN without an error."""
-        off = quantile(0.975, self.freedom) * self.error if self.freedom else math.nan
-        mean, low, high = (100 * math.expm1(d) for d in (self.mean, self.mean - off, self.mean + off))
-        return mean, low, high
+    def percent(self) -> Likely:
+        """The difference with its interval as percentages of the loss."""
+        return Likely.around(self.mean, self.error, self.freedom).percent()
 
 
 @dataclass(frozen=True)

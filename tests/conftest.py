@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 from pathlib import Path
@@ -26,22 +25,10 @@ torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let every worker begin with its share of the longest; reports carry the table of faults' words.
-
-    pytest-xdist cuts the list into consecutive parts, one for each worker; a worker that is done takes tests from the
-    end of another's part.
-    """
+    """Let reports carry the words of the table of faults."""
     for item in items:
         if (fault := item.get_closest_marker("fault")) is not None:
             item.user_properties.append(("fault", fault.args))
-    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    longest = [item for item in items if item.get_closest_marker("longest")]
-    others = iter([item for item in items if not item.get_closest_marker("longest")])
-    ordered: list[pytest.Item] = []
-    for worker in range(workers):
-        own, part = longest[worker::workers], (len(items) - len(ordered)) // (workers - worker)
-        ordered += [*own, *itertools.islice(others, max(0, part - len(own)))]
-    items[:] = [*ordered, *others]
 
 
 @pytest.fixture(scope="session")

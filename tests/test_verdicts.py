@@ -61,7 +61,7 @@ def test_students_t_is_that_of_the_tables(freedom: int, level: float, expected: 
 def test_pairs_are_of_one_seed() -> None:
     pairs = Paired.of({0: 2.0, 1: 4.0, 7: 9.0}, {1: 4.0, 0: 1.0, 3: 5.0})
     assert (pairs.seeds, pairs.mean) == (2, pytest.approx(math.log(2) / 2))
-    low, high = pairs.interval()
+    _, low, high = pairs.likely
     assert (low + high) / 2 == pytest.approx(pairs.mean)
     assert high - low == pytest.approx(2 * 12.706 * math.log(2) / math.sqrt(2) / math.sqrt(2), rel=1e-4)
     with pytest.raises(ValueError, match=r"no seed is of both sides: \[0\] and \[1\]"):
@@ -106,7 +106,7 @@ def test_one_seed_judges_nothing() -> None:
     one = planted(-0.5, seeds=1)
     for evidence in (lower(one), equal(one, 0.1), no_worse(one)):
         assert outcome(evidence) == "Outside this regime (one seed)"
-    assert all(map(math.isnan, one.interval()))
+    assert all(map(math.isnan, one.likely[1:]))
 
 
 def test_two_pairs_that_agree_by_chance_are_not_judged() -> None:

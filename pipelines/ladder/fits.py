@@ -28,7 +28,7 @@ from lowcomm.model.presets import PRESETS
 from lowcomm.settings import ConfigError
 from pipelines.ladder.plan import PUBLISHED, Ladder, Rung, base_of, write_whole
 from pipelines.report import Comparison, published, regime_of, span
-from pipelines.verdicts import Paired, Regime, Unpaired, log_ratios, quantile, student
+from pipelines.verdicts import Likely, Paired, Regime, Unpaired, log_ratios, student
 
 #: Exponents of the law of loss: the likely one, as of published fits, and the highest; the lowest leaves no floor.
 LIKELY, HIGHEST = 0.34, 0.6
@@ -263,17 +263,14 @@ class Fit:
             return float(self.slope >= 0)
         return student(self.slope * math.sqrt(self.square) / self.deviation, self.freedom)
 
-    def per_decade(self, level: float = 0.95) -> tuple[float, float, float]:
-        """The slope in % of the loss for each factor of 10 in size: (likely, low, high)."""
-        off = quantile((1 + level) / 2, self.freedom) * self.deviation / math.sqrt(self.square)
-        likely, low, high = (100 * math.log(10) * slope for slope in (self.slope, self.slope - off, self.slope + off))
-        return likely, low, high
+    def per_decade(self) -> Likely:
+        """The slope in % of the loss for each factor of 10 in size."""
+        slope = Likely.around(self.slope, self.deviation / math.sqrt(self.square), self.freedom)
+        return Likely(*(100 * math.log(10) * value for value in slope))
 
-    def at(self, size: float, *, seeds: float = math.inf, level: float = 0.95) -> tuple[float, float, float]:
-        """The gap at a size: (likely, low, high), of the line itself, or of the mean of so many new `seeds`."""
-        off = quantile((1 + level) / 2, self.freedom) * self.error(size, seeds=seeds)
-        likely = self.at_one + self.slope * math.log(size)
-        return likely, likely - off, likely + off
+    def at(self, size: float, *, seeds: float = math.inf) -> Likely:
+        """The gap at a size, of the line itself, or of the mean of so many new `seeds`."""
+        return Likely.around(self.at_one + self.slope * math.log(size), self.error(size, seeds=seeds), self.freedom)
 
     def error(self, size: float, *, seeds: float = math.inf) -> float:
         """Return the standard error at a size, of the line itself, or of the mean of so many new `seeds`."""

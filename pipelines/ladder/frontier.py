@@ -148,7 +148,7 @@ def repaired(row: Losses, harmed: Losses, base: Losses) -> float:
         return math.nan
     row, harmed, base = ({seed: losses[seed] for seed in seeds} for losses in (row, harmed, base))
     harm = Paired.of(harmed, base)
-    return -Paired.of(row, harmed).mean / harm.mean if harm.interval()[0] > 0 else math.nan
+    return -Paired.of(row, harmed).mean / harm.mean if harm.likely.low > 0 else math.nan
 
 
 def flops_per_second(ladder: Ladder, rung: str) -> float:

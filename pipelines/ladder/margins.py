@@ -17,7 +17,7 @@ from typing import Any
 
 from pipelines.ladder.fits import Cell, fit_row, several
 from pipelines.ladder.plan import Plan
-from pipelines.verdicts import HEADLINE, Claim, Evidence, Regime, judge, no_worse
+from pipelines.verdicts import HEADLINE, NOTHING, Claim, Evidence, Likely, Regime, judge, no_worse
 
 #: Row -> by how many % of the loss it may be above data-parallel training, from which rung on. A method at its best may
 #: be the row whose momentum rises.
@@ -57,15 +57,15 @@ class Judged:
     row: str
     rung: str
     margin: float
-    gap: tuple[float, float, float]
-    means: tuple[float, float, float]
+    gap: Likely
+    means: Likely
     claim: Claim
     outcome: str
 
     @property
     def is_above(self) -> bool:
         """Tell whether the likely gap is above its margin, or the likely slope above 0; False where nothing was run."""
-        return self.gap[0] > (0.0 if math.isnan(self.margin) else self.margin)
+        return self.gap.value > (0.0 if math.isnan(self.margin) else self.margin)
 
     def record(self) -> dict[str, Any]:
         """Return it as columns of a table; p_for and p_against are before correction."""
@@ -102,25 +102,19 @@ def _sizes_of(row: str, cells: Sequence[Cell]) -> list[Cell]:
     return several([cell for cell in own if not cell.regime.lacks(SLOPE)]) or own
 
 
-#: Nothing was run, or it is no gap.
-_NONE = (math.nan, math.nan, math.nan)
-
-
-def _margin(
-    row: str, rung: str, margin: float, cell: Cell | None
-) -> tuple[tuple[float, float, float], tuple[float, float, float], Claim]:
+def _margin(row: str, rung: str, margin: float, cell: Cell | None) -> tuple[Likely, Likely, Claim]:
     text = f"{row} is within {margin:g} % of data-parallel training at {rung}"
     if cell is None:
-        return _NONE, _NONE, Claim(text, "nothing")
+        return NOTHING, NOTHING, Claim(text, "nothing")
     evidence = replace(no_worse(cell.pairs, math.log1p(margin / 100)), regime=cell.regime)
     gap = cell.pairs.percent()
-    return gap, cell.means.percent(), Claim(text, f"{gap[0]:+.2f} %", evidence)
+    return gap, cell.means.percent(), Claim(text, f"{gap.value:+.2f} %", evidence)
 
 
-def _slope(row: str, cells: Sequence[Cell]) -> tuple[tuple[float, float, float], tuple[float, float, float], Claim]:
+def _slope(row: str, cells: Sequence[Cell]) -> tuple[Likely, Likely, Claim]:
     fit = fit_row(cells, row)
     slope = fit.per_decade()
     regime = functools.reduce(Regime.least, (cell.regime for cell in cells))
     evidence = Evidence(fit.p_falls, 1 - fit.p_falls, regime=regime)
-    text, seen = f"the gap of {row} falls with size", f"{slope[0]:+.2f} % per decade"
-    return slope, _NONE, Claim(text, seen, evidence, needs=SLOPE)
+    text, seen = f"the gap of {row} falls with size", f"{slope.value:+.2f} % per decade"
+    return slope, NOTHING, Claim(text, seen, evidence, needs=SLOPE)
