@@ -369,10 +369,11 @@ def base_of(row: str, configs: Mapping[str, RunConfig]) -> str:
 def deciding(settings: dict[str, Any]) -> dict[str, Any]:
     """Return the settings that decide a run's outcome.
 
-    Links, checkpoints and how often rows are written do not, and are left out.
+    Links, checkpoints, how often rows are written and what is compiled do not, but for roundings, and are left out.
     """
     found = {name: section for name, section in settings.items() if name not in ("comm", "checkpoint")}
-    return found | {"train": {name: value for name, value in found["train"].items() if name != "log_every"}}
+    train = {name: value for name, value in found["train"].items() if name not in ("log_every", "compile")}
+    return found | {"train": train}
 
 
 @dataclass(frozen=True)

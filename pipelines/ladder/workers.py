@@ -48,12 +48,16 @@ def folder_of(point: Point) -> RunFolder:
     return RunFolder(point.ladder.build / "runs" / inner, point.ladder.build / "times" / inner)
 
 
+def can_compile() -> bool:
+    """Tell whether torch finds what it compiles with: on a GPU it brings it along, else it takes CXX, or g++."""
+    return default_device().type == "cuda" or shutil.which(os.environ.get("CXX", "g++")) is not None
+
+
 def train_point(point: Point) -> dict[str, Any] | None:
     """Train a point in this process and return its outcome; None if it was told to stop.
 
-    A trial whose values are not finite any more has the loss None, and "diverged" says where. On a GPU the passes are
-    compiled, as it is how many kernels there are that decides how fast several small models train on one; this changes
-    what another device changes too, the order of roundings.
+    A trial whose values are not finite any more has the loss None, and "diverged" says where. What is to be compiled is
+    not where there is no compiler (`can_compile`); this changes what another device changes too, the order of roundings.
     """
     from lowcomm.experiment.train import train_in_threads
     from pipelines.ladder.positions import has_positions, loss_by_position
@@ -61,8 +65,8 @@ def train_point(point: Point) -> dict[str, Any] | None:
     if origin := point.ladder.origin:
         origin.check(point.ladder, point.config.data.corpus)
     config = point.config
-    if default_device().type == "cuda":
-        config = dataclasses.replace(config, train=dataclasses.replace(config.train, compile=True))
+    if config.train.compile and not can_compile():
+        config = dataclasses.replace(config, train=dataclasses.replace(config.train, compile=False))
     folder, begin, made_from = folder_of(point), time.perf_counter(), point.made_from()
     if folder.made_with != source_digest():
         folder.clear()
