@@ -559,6 +559,21 @@ def test_parts_of_a_sequence_make_up_the_loss(run: str, method: dict, corpus: Pa
     assert parts[0] == pytest.approx(first.item(), abs=2e-5)
 
 
+def test_a_point_is_compiled_only_where_there_is_a_compiler(small: Ladder, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = small.folder / "params.yaml"
+    before = small.trial(small.plan.rows["plain"], "a", {"lr": 0.01})
+    prepare(small)
+    plain, digest = workers.train_point(before), before.made_from()
+    params.write_text(params.read_text().replace("{steps: 8, ", "{compile: true, steps: 8, "))
+    point = anew(small).trial(small.plan.rows["plain"], "a", {"lr": 0.01})
+    assert point.config.train.compile
+    assert point.made_from() == digest  # but for roundings it decides nothing
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert workers.train_point(point)["val_loss"] == plain["val_loss"]
+    monkeypatch.setenv("CXX", sys.executable)
+    assert workers.can_compile()
+
+
 def test_points_of_another_corpus_are_shown_and_not_added_to(small: Ladder, capsys: pytest.CaptureFixture) -> None:
     """As on a machine with another release of Python, whose own source is another text."""
     assert main(["tune", "a"], small) == 0

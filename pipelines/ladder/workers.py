@@ -57,7 +57,7 @@ def train_point(point: Point) -> dict[str, Any] | None:
     """Train a point in this process and return its outcome; None if it was told to stop.
 
     A trial whose values are not finite any more has the loss None, and "diverged" says where. What is to be compiled is
-    not where there is no compiler (`can_compile`); this changes what another device changes too, the order of roundings.
+    compiled where there is a compiler (`can_compile`); that changes what another device changes too, how it rounds.
     """
     from lowcomm.experiment.train import train_in_threads
     from pipelines.ladder.positions import has_positions, loss_by_position
