@@ -67,6 +67,21 @@ def test_a_compiled_run_is_the_run(
     assert found[1] == pytest.approx(found[0], rel=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_every_rank_on_threads_is_compiled(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To train and to evaluate; torch counts what all ranks compile of a function, and gives up beyond a limit."""
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, _: Sequence[Tensor]) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    config = small_run("diloco_m2", replicas=6, train={"steps": 6, "compile": True, "global_batch": 6})
+    train_in_threads(config, corpus, RunFolder.beside(tmp_path))
+    assert len(graphs) == 2 * 6
+
+
 class Replayed:
     """A stand-in for a CUDA graph on the CPU, whose replay writes what its passes find into the first ones' memory."""
 
