@@ -572,6 +572,7 @@ def test_a_point_is_compiled_only_where_there_is_a_compiler(small: Ladder, monke
     assert workers.train_point(point)["val_loss"] == plain["val_loss"]
     monkeypatch.setenv("CXX", sys.executable)
     assert workers.can_compile()
+    assert workers.train_point(point, compiled=False)["val_loss"] == plain["val_loss"]  # as for the headline
 
 
 def test_points_of_another_corpus_are_shown_and_not_added_to(small: Ladder, capsys: pytest.CaptureFixture) -> None:

@@ -135,7 +135,7 @@ def main(argv: list[str] | None = None, ladder: Ladder = LADDER) -> int:
             return 0
         begin = time.perf_counter()
         prepare(ladder, headline=headline)
-        with Workers() as workers:
+        with Workers(compiled=not headline) as workers:  # its losses are held to those in git
             if rung is not None:
                 {"tune": tune, "train": train}[args.what](ladder, rung, workers, args.rows)
             elif args.what == "headline":

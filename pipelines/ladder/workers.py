@@ -53,11 +53,13 @@ def can_compile() -> bool:
     return default_device().type == "cuda" or shutil.which(os.environ.get("CXX", "g++")) is not None
 
 
-def train_point(point: Point) -> dict[str, Any] | None:
+def train_point(point: Point, *, compiled: bool = True) -> dict[str, Any] | None:
     """Train a point in this process and return its outcome; None if it was told to stop.
 
-    A trial whose values are not finite any more has the loss None, and "diverged" says where. What is to be compiled is
-    compiled where there is a compiler (`can_compile`); that changes what another device changes too, how it rounds.
+    A trial whose values are not finite any more has the loss None, and "diverged" says where.
+
+    compiled: let what is to be compiled be compiled, where there is a compiler (`can_compile`); that changes what
+    another device changes too, how it rounds.
     """
     from lowcomm.experiment.train import train_in_threads
     from pipelines.ladder.positions import has_positions, loss_by_position
@@ -65,7 +67,7 @@ def train_point(point: Point) -> dict[str, Any] | None:
     if origin := point.ladder.origin:
         origin.check(point.ladder, point.config.data.corpus)
     config = point.config
-    if config.train.compile and not can_compile():
+    if config.train.compile and not (compiled and can_compile()):
         config = dataclasses.replace(config, train=dataclasses.replace(config.train, compile=False))
     folder, begin, made_from = folder_of(point), time.perf_counter(), point.made_from()
     if folder.made_with != source_digest():
@@ -114,7 +116,7 @@ def one_by_one(points: Sequence[Point], workers: Workers) -> None:
     workers.run([one(point) for point in points])
 
 
-def _work(pipe: Connection, wanted: dict[str, str]) -> None:
+def _work(pipe: Connection, wanted: dict[str, str], compiled: bool) -> None:
     """Train what is asked for, until nothing is; send back (outcome, error).
 
     The variables of `wanted` are set first: who forks this process has the environment that there was when it began.
@@ -125,7 +127,7 @@ def _work(pipe: Connection, wanted: dict[str, str]) -> None:
     with stopping_on_signals(), contextlib.suppress(EOFError, OSError):
         while not requested.is_set() and (point := pipe.recv()) is not None:
             try:
-                pipe.send((train_point(point), ""))
+                pipe.send((train_point(point, compiled=compiled), ""))
             except Exception as error:  # told to the parent, which ends all
                 pipe.send((None, f"{type(error).__name__}: {error}"))
 
@@ -135,11 +137,11 @@ class Workers:
 
     They are started when the first point wants training. Use this in a `with` statement, which ends them.
 
-    stopping_s: the seconds that they have to write checkpoints when it ends.
+    stopping_s: the seconds that they have to write checkpoints when it ends. compiled: see `train_point`.
     """
 
-    def __init__(self, stopping_s: float = SAVING_S) -> None:
-        self._stopping_s = stopping_s
+    def __init__(self, stopping_s: float = SAVING_S, *, compiled: bool = True) -> None:
+        self._stopping_s, self._compiled = stopping_s, compiled
         self._idle: list[Connection] = []
         self._busy: dict[Connection, tuple[Task, Point]] = {}
         self._processes: list[BaseProcess] = []
@@ -152,7 +154,7 @@ class Workers:
             context = process_context("lowcomm.experiment.train", "torch._dynamo", "pipelines.ladder.positions")
             for number in range(count):
                 ours, theirs = context.Pipe()
-                process = context.Process(target=_work, args=(theirs, words))
+                process = context.Process(target=_work, args=(theirs, words, self._compiled))
                 process.start()
                 if count == cores():
                     keep_to_core(process.pid, number)
