@@ -127,7 +127,7 @@ class Trainer:
             torch.compiler.reset()  # what an earlier run in this process compiled must not decide what this one does
             # Ranks on threads compile the same functions, each for itself, to train and to evaluate; torch counts them
             # together, and of a function that it has compiled more often than this it runs the rest as it is.
-            torch.compiler.config.recompile_limit = max(8, 4 * config.ranks)
+            torch.compiler.config.recompile_limit = max(torch.compiler.config.recompile_limit, 4 * config.ranks)
         m, t = config.method, config.train
         self.model = initial_model(config).cut(world.stage, world.stages).to(world.device)
         if world.device.type == "cuda":  # which is in use from here on

@@ -171,14 +171,11 @@ def each_at_its_best(
 
 
 def _runs_at(ladder: Ladder, rung: Rung, rows: Collection[str]) -> dict[str, list[dict[str, Any]]]:
-    """Return the summaries of some rows' points at a rung, seed by seed; nothing where it has not tuned all of them."""
-    tuned = ladder.read_tuned(rung.tuned_at) if ladder.tuned_file(rung.tuned_at).exists() else {}
+    """Return the summaries of some rows' points at a rung, seed by seed."""
     found: dict[str, list[dict[str, Any]]] = {}
-    if set(rows) <= set(rung.rows) & set(tuned):
-        for point in ladder.results_at(rung.name, rows):
-            if point.file.exists():
-                told = json.loads(point.file.read_text()) | {"run": point.config.to_dict()}
-                found.setdefault(point.row.name, []).append(told)
+    for point in ladder.points_there(rung.name, rows):
+        told = json.loads(point.file.read_text()) | {"run": point.config.to_dict()}
+        found.setdefault(point.row.name, []).append(told)
     return found
 
 

@@ -303,6 +303,13 @@ class Ladder:
         ]
         return sorted(points, key=lambda point: point.seed)
 
+    def points_there(self, rung: str, rows: Collection[str]) -> list[Point]:
+        """Return the results of some rows at a rung that stand in git, seed by seed; none of an untuned row."""
+        at = self.plan.rungs[rung].tuned_at
+        tuned = self.read_tuned(at) if self.tuned_file(at).exists() else {}
+        asked = [row for row in rows if row in tuned]
+        return [point for point in self.results_at(rung, asked) if point.file.exists()] if asked else []
+
     def outcomes(self, rung: str, row: str) -> list[dict[str, Any]]:
         """Return what the results of a row at a rung have come to, seed by seed, as they stand in git."""
         files = sorted((self.results / "points" / rung / row).glob("seed*.json"))

@@ -21,11 +21,9 @@ def known(ladder: Ladder) -> dict[str, dict[str, Any]]:
     """Return what is known of each row at each rung that has points of it: their "settings", and a digest per seed."""
     found: dict[str, dict[str, Any]] = {name: {} for name in ladder.plan.rows}
     for name, rung in ladder.plan.rungs.items():
-        tuned = ladder.read_tuned(rung.tuned_at) if ladder.tuned_file(rung.tuned_at).exists() else {}
-        for point in ladder.results_at(name, [row for row in rung.rows if row in tuned]):
-            if point.file.exists():
-                there = found[point.row.name].setdefault(name, {"settings": deciding(set_values(point.config))})
-                there[f"seed {point.seed}"] = hashlib.sha256(point.file.read_bytes()).hexdigest()
+        for point in ladder.points_there(name, rung.rows):
+            there = found[point.row.name].setdefault(name, {"settings": deciding(set_values(point.config))})
+            there[f"seed {point.seed}"] = hashlib.sha256(point.file.read_bytes()).hexdigest()
     return found
 
 
