@@ -433,7 +433,8 @@ def _shown_runs(found: dict[str, Any]) -> list[str]:
         for name, row in found.items()
         if isinstance(row, dict)
     ]
-    return [*_table(rows), "", f"Losses are equal bit for bit: {'yes' if found['bit_equal'] else 'no'}."]
+    equal = "yes" if found["bit_equal"] else "no"
+    return [*_table(rows), "", f"Losses that are compared are equal bit for bit: {equal}."]
 
 
 def _shown_speed(found: dict[str, Any]) -> list[str]:
@@ -486,13 +487,13 @@ PARTS = {
     "graph": Part(
         graph,
         "Two replicas of DiLoCo in threads, their passes launched kernel by kernel and replayed as a CUDA graph, whose"
-        " losses are compared; and compiled before that.",
+        " losses are compared; and, in measurements since then, compiled before they are captured.",
         _shown_runs,
     ),
     "ranks": Part(
         ranks,
         "Two replicas of DiLoCo as threads and as processes, whose losses are compared; and NCCL with a rank for each"
-        " GPU, which with one GPU is one replica.",
+        " GPU, which with one GPU is one replica, and is not compared.",
         _shown_runs,
     ),
     "speed": Part(
@@ -559,7 +560,7 @@ def page(results: Path) -> str:
             if (found := told["parts"].get(name))
             for line in (f"### {name}", "", part.about, "", *part.show(found), "")
         ]
-        if lacking := [name for name in PARTS if not told["parts"].get(name)]:
+        if lacking := [name for name, part in PARTS.items() if not part.goes_on and not told["parts"].get(name)]:
             parts += [f"Not measured on it yet: {', '.join(lacking)}.", ""]
     return "\n".join(parts).rstrip() + "\n"
 

@@ -96,6 +96,7 @@ def ladder(tmp_path: Path) -> Ladder:
         folder.mkdir(parents=True)
         for seed, seconds in enumerate(SECONDS):
             told = {"seed": seed, "val_loss": (4.0 + 0.1 * seed) * factor, "seconds": seconds}
+            told |= {"environment": {"device": "x86_64"}}
             (folder / f"seed{seed}.json").write_text(json.dumps(told))
     tuned = {row: {"values": {}, "tuning_loss": 4.0, "trials": 3} for row in PLANTED if row != "averaging"}
     planted.tuned_file("a").parent.mkdir()
@@ -115,7 +116,7 @@ def test_each_row_is_set_beside_what_computes_the_same(ladder: Ladder) -> None:
         ("diloco/m1", 1),
         (MUON, 1),
         (YARDSTICK, 2),
-        (MUON, 2),  # beside muloco/m2
+        (MUON, 2),
         (PIPELINE, 2),  # beside selective/all
         ("averaging", 2),
         ("diloco/m2", 2),
@@ -145,6 +146,23 @@ def test_bytes_are_those_of_a_replica_and_fewer_is_against_data_parallel(ladder:
 def test_on_the_front_is_what_no_row_of_as_many_replicas_beats_in_both(ladder: Ladder) -> None:
     on = {place for place, row in the_front(ladder).items() if row["on_front"]}
     assert on == {(MUON, 1), (MUON, 2), ("muloco/m2", 2)}
+
+
+def test_a_row_is_beaten_by_the_seeds_that_both_have(ladder: Ladder) -> None:
+    """A row of seed 0 alone, on which all rows do better, beats none by that."""
+    file = ladder.results / "points" / "a" / "diloco" / "m2" / "seed1.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"val_loss": 3.0}))  # of both seeds the least
+    assert the_front(ladder)["diloco/m2", 2]["on_front"]
+    file.unlink()
+    assert not the_front(ladder)["diloco/m2", 2]["on_front"]
+    assert the_front(ladder)["muloco/m2", 2]["on_front"]
+
+
+def test_a_gpu_s_seconds_are_not_a_core_s(ladder: Ladder) -> None:
+    speed, file = flops_per_second(ladder, "a"), ladder.results / "points" / "a" / YARDSTICK / "batch" / "seed1.json"
+    told = json.loads(file.read_text()) | {"seconds": 1.0, "environment": {"device": "NVIDIA H200"}}
+    file.write_text(json.dumps(told))
+    assert flops_per_second(ladder, "a") == pytest.approx(speed * min(SECONDS) / max(SECONDS))
 
 
 def test_minutes_are_of_the_fastest_core_and_of_what_is_sent(ladder: Ladder) -> None:

@@ -2,8 +2,8 @@
 
 A row is set beside data-parallel training of as many replicas, which sends the mean of its gradients in every step.
 Bytes between replicas are one axis; those between the stages of a pipeline are another, on which most rows send all.
-Times are predicted (`lowcomm.cost.predict`) for the ladder's own runs: replicas that compute as fast as a core of the
-machine that trained data-parallel training's points, on links whose rate is varied. One replica sends nothing.
+Times are predicted (`lowcomm.cost.predict`) for the ladder's own runs: replicas that compute as fast as a core that has
+trained data-parallel training's points, on links whose rate is varied. One replica sends nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any, NoReturn
 
 import torch
 
-from lowcomm.cost.planner import front
 from lowcomm.cost.predict import Links, predict, sent_per_step, stage_flops
 from lowcomm.experiment.config import RunConfig
 from lowcomm.experiment.project import merge
@@ -79,6 +78,8 @@ ROWS = (
 #: Links whose times are predicted, in Mbit/s, with a latency in ms.
 RATES, LATENCY = (1000, 100, 10, 1), 20.0
 YARDSTICK, MUON = "data_parallel", "muon/batch"
+#: What points call a processor; a GPU has a name.
+PROCESSORS = ("x86_64", "aarch64", "arm64")
 #: A pipeline, as the rows that are trained as one have it: stages of a replica, and at most so many micro-batches.
 STAGES, MICRO_BATCHES = 2, 4
 
@@ -154,14 +155,15 @@ def repaired(row: Losses, harmed: Losses, base: Losses) -> float:
 def flops_per_second(ladder: Ladder, rung: str) -> float:
     """Return how fast a core was: the FLOPs of data-parallel training's points over their seconds, of the fastest.
 
-    Raises ConfigError where there is no such point.
+    Points that a GPU has trained count only where there are no others. Raises ConfigError where there is no point.
     """
     name = f"{YARDSTICK}/batch"
     if not (points := ladder.outcomes(rung, name)):
         raise ConfigError(f"no point of {name} at {rung}: python -m pipelines.ladder train {rung}")
     config = ladder.configs(rung)[name]
     flops = sum(map(sum, stage_flops(config))) * config.train.accumulation * config.train.steps
-    return flops / min(point["seconds"] for point in points)
+    on_cores = [point for point in points if point["environment"]["device"] in PROCESSORS]
+    return flops / min(point["seconds"] for point in on_cores or points)
 
 
 def minutes(config: RunConfig, speed: float, rate: float) -> float:
@@ -173,14 +175,15 @@ def minutes(config: RunConfig, speed: float, rate: float) -> float:
 def front_rows(ladder: Ladder, rung: str, cells: Sequence[Cell]) -> list[dict[str, Any]]:
     """Return the front's table at a rung: of each row, and of what it is set beside, what it is.
 
-    Set beside are data-parallel training of as many replicas, with Muon where a row has that inside, and over a dense
-    pipeline where a row is one: each has the loss of the row of one replica that computes the same. Rows that compress
+    Set beside are data-parallel training of as many replicas, the same with Muon, and over a dense pipeline where a row
+    is one: each has the loss of the row of one replica that computes the same. Rows that compress
     what crosses between stages count as pipelines (`piped`).
 
     Columns: method, replicas, stages, seeds, loss, gap_pct, low_pct, high_pct, bytes_per_step (that a replica sends to
     others, in the mean), fewer (times fewer than data-parallel training of as many), fewer_between (the same of what
     crosses between stages; 1 where nothing is compressed), minutes_<rate> for each of `RATES`, on_front (whether no row
-    of as many replicas, on the same batch, sends less to others and loses less), lines and trials (see `tuning_of`).
+    of as many replicas, on the same batch, beats it: sends no more to others and has no more loss, of the seeds that
+    both have, and less of one), lines and trials (see `tuning_of`).
     """
     configs, speed, tuning = ladder.configs(rung), flops_per_second(ladder, rung), tuning_of(ladder, rung)
     here = {cell.row: cell for cell in cells if cell.rung == rung}
@@ -191,7 +194,7 @@ def front_rows(ladder: Ladder, rung: str, cells: Sequence[Cell]) -> list[dict[st
     for (replicas, base), names in sorted(groups.items()):
         some = [(name, name, as_meant(configs[name])) for name in names]
         beside = [(YARDSTICK, base, dense := yardstick(some[0][2]))]
-        if MUON in here and any(c.train.optimizer == "muon" for _, _, c in some) and MUON not in names:
+        if MUON in here and base == base_of(MUON, configs) and MUON not in names:
             beside.append((MUON, MUON, dataclasses.replace(dense, train=configs[MUON].train)))
         if any(c.stages > 1 for _, _, c in some):
             beside.append((f"{YARDSTICK}/pipeline", base, piped(dense)))
@@ -205,9 +208,19 @@ def front_rows(ladder: Ladder, rung: str, cells: Sequence[Cell]) -> list[dict[st
             told |= {"fewer_between": times_fewer(config)[1]}
             told |= {f"minutes_{rate}": minutes(config, speed, rate) for rate in RATES}
             found.append(told | tuning[row])
-        on = front([told["bytes_per_step"] for told in found], [told["gap_pct"] for told in found])
+        sent, losses = [told["bytes_per_step"] for told in found], [here[row].losses for _, row, _ in beside + some]
+        places = list(zip(sent, losses, strict=True))
+        on = [not any(_beats(one, other) for one in places) for other in places]
         rows += [told | {"on_front": is_on} for told, is_on in zip(found, on, strict=True)]
     return rows
+
+
+def _beats(one: tuple[float, Losses], other: tuple[float, Losses]) -> bool:
+    """Tell whether one of two (bytes, losses) has no more of both and less of one, of the seeds that both have."""
+    if not one[1].keys() & other[1].keys():
+        return False
+    above = Paired.of(one[1], other[1]).mean
+    return one[0] <= other[0] and above <= 0 and (one[0] < other[0] or above < 0)
 
 
 def as_meant(config: RunConfig) -> RunConfig:
