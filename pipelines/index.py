@@ -97,11 +97,11 @@ LADDER_INTRO = (
     " partial is local updates with slices of the MLPs, protocol a pipeline through a subspace, together all four"
     " papers at once (without_: one choice left out). muon is Muon inside, muloco DiLoCo with Muon inside, sparse"
     " SparseLoCo, demo DeMo, gasloc GASLoC, selective a pipeline of which only some replicas compress, projected one"
-    " through a projection, hundred DiLoCo with Muon inside and few bytes on both axes; unlike is text that replicas do"
-    " not share, honest and lying are 8 replicas of which none, or one, sends nonsense. The gap is the loss over that of"
-    " data-parallel training of the same batch and steps, seed by seed. lr: inner learning rate; gain: outer rate / (1 - outer"
-    " momentum); rise: share of the run in which the momentum rises from 0; embedding: its initial deviation; muon:"
-    " Muon's rate. Sizes are parameters."
+    " through a projection, hundred DiLoCo with Muon inside and few bytes on both axes; unlike is text that replicas"
+    " do not share, honest and lying are 8 replicas of which none, or one, sends nonsense. The gap is the loss over"
+    " that of data-parallel training of the same batch and steps, seed by seed. lr: inner learning rate; gain: outer"
+    " rate / (1 - outer momentum); rise: share of the run in which the momentum rises from 0; embedding: its initial"
+    " deviation; muon: Muon's rate. Sizes are parameters."
 )
 
 
