@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import functools
 import math
+import operator
 import reprlib
 import types
 import typing
@@ -71,10 +72,23 @@ _WITHIN = {
 }
 
 
+def whole_number(name: str, value: Any, *, at_least: int = 0) -> int:
+    """Return a whole number, of whatever type, as an int. Raises ConfigError where it is none, or too small."""
+    try:
+        found = operator.index(value)
+    except TypeError:
+        found = None
+    if found is None or found < at_least:
+        raise ConfigError(f"{name} must be a whole number from {at_least} on, got {value!r}")
+    return found
+
+
 def check_bounds(section: str, values: Any) -> None:
     """Raise ConfigError where a field of a settings dataclass is out of its bounds; `section` prefixes its name."""
     for field in dataclasses.fields(values):
         value = getattr(values, field.name)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{section}.{field.name}".removeprefix(".") + f" must be finite, got {value}")
         for rule, bound in field.metadata.items():
             if not _WITHIN[rule](value, bound):
                 name = f"{section}.{field.name}" if section else field.name

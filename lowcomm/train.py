@@ -136,6 +136,13 @@ def _jobs(args: argparse.Namespace) -> list[_Job]:
         jobs = _points(args)
     if len({(config.comm.backend, config.comm.timeout_s) for config, *_ in jobs}) > 1:
         raise ConfigError("runs in turn share a transport: comm.backend and comm.timeout_s must be equal")
+    ranks = os.environ.get("WORLD_SIZE")
+    several = os.environ.get("LOCAL_WORLD_SIZE", ranks) != ranks
+    if several and len(stages := {config.stages for config, *_ in jobs}) > 1:
+        raise ConfigError(
+            "runs in turn on several machines must have equally many stages, as each rank has one place, got"
+            f" {sorted(stages)}"
+        )
     return jobs
 
 

@@ -47,7 +47,6 @@ from lowcomm.comm.world import World
 from lowcomm.methods.config import MethodConfig
 from lowcomm.methods.engine import Change, named_parameters
 from lowcomm.methods.local_updates import LocalUpdates, with_settings
-from lowcomm.methods.outer_state import unflatten_into
 from lowcomm.methods.plan import Plan, check_method
 from lowcomm.settings import ConfigError
 
@@ -199,7 +198,7 @@ class SyncCallback(transformers.TrainerCallback):
         self._let_go()
         self._log(state, self.engine.finish())
         for fragment in self.engine.fragments:
-            unflatten_into(fragment.agreed, fragment.parameters)
+            fragment.begin_from_agreed()
 
     # What evaluations see
 

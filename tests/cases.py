@@ -94,6 +94,17 @@ def many_messages(world: World, folder: Path) -> list[float]:
     return [world.recv_async(other, purpose="x", axis="route").wait()[0].item() for _ in range(100)]
 
 
+def of_any_shape_first(world: World, folder: Path) -> list[float]:
+    """A message that is awaited without its shape, and one of that very shape behind it."""
+    if world.rank == 0:
+        for k in (1.0, 2.0):
+            world.send_async(torch.full((4,), k), 1, purpose="x", axis="route").wait()
+        return []
+    first = world.recv_async(0, purpose="x", axis="route")
+    second = world.recv_async(0, purpose="x", axis="route", like=torch.empty(4))
+    return [first.wait()[0].item(), second.wait()[0].item()]
+
+
 def shapes_disagree(world: World, folder: Path) -> None:
     world.mean(torch.zeros(4 + world.rank), purpose="outer")
 

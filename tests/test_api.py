@@ -276,6 +276,9 @@ def test_slices_of_any_mlp_by_pattern() -> None:
         ({"outer_pull": 0.5}, "method.outer_pull means nothing with method.outer = nesterov"),
         ({"route": "random_step"}, "method.route is for the passes of `lowcomm train`"),
         ({"input_gradients": "own"}, "method.input_gradients is for the passes of `lowcomm train`"),
+        ({"seed": -1}, "seed must be a whole number from 0 on, got -1"),
+        ({"seed": 0.5}, "seed must be a whole number from 0 on, got 0.5"),
+        ({"steps": 0}, "steps must be a whole number from 1 on, got 0"),
     ],
 )
 def test_clashing_choices_are_refused_at_once(settings: dict[str, Any], message: str) -> None:
@@ -285,6 +288,73 @@ def test_clashing_choices_are_refused_at_once(settings: dict[str, Any], message:
 
     with pytest.raises(lowcomm.ConfigError, match=message):
         lowcomm.run_threads(work, replicas=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
+def test_values_that_fp32_does_not_hold_are_refused(dtype: torch.dtype) -> None:
+    named = {"weight": torch.zeros(3, dtype=dtype, requires_grad=True)}
+    for engine in (lowcomm.DiLoCo, lowcomm.DataParallel):
+        told = f"parameter weight is of {str(dtype).removeprefix('torch.')}; exchanged are float32, bfloat16, float16"
+        assert told in refused(engine, named, lowcomm.world())
+
+
+def test_a_fragment_of_no_values_is_refused_by_its_name() -> None:
+    named = {"a.w": torch.zeros(0, requires_grad=True), "b.w": torch.zeros(2, requires_grad=True)}
+    settings = {"fragments": "patterns", "fragment_patterns": ["a.*"], "sync_every_steps": 4}
+    with pytest.raises(lowcomm.ConfigError, match=r"fragment 0 has nothing to exchange: it has a\.w, of no values"):
+        lowcomm.LocalUpdates(named, lowcomm.world(), **settings)
+
+
+@pytest.mark.parametrize(("grid", "told"), [({"replicas": 0}, "replicas"), ({"replicas": 2, "stages": -1}, "stages")])
+def test_a_grid_without_ranks_is_refused(grid: dict[str, int], told: str) -> None:
+    with pytest.raises(lowcomm.ConfigError, match=f"{told} must be at least 1, got"):
+        lowcomm.run_threads(lambda world: None, **grid)
+    with pytest.raises(lowcomm.ConfigError, match=f"{told} must be at least 1, got"):
+        lowcomm.world(**grid)
+
+
+@pytest.mark.parametrize("mixing", [0.0, 0.5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_progress_below_the_precision_of_parameters_is_kept(dtype: torch.dtype, mixing: float) -> None:
+    """One of four replicas moves by one unit in the last place of bf16 in each of 16 rounds: all of them by a quarter.
+
+    With mixing too, where replicas begin a round at a mixture that bf16 cannot hold.
+    """
+    unit, rounds = 2.0**-8, 16  # of numbers from 1/2 to 1
+
+    def work(world: lowcomm.World) -> float:
+        named = {"weight": torch.full((1,), 0.75, dtype=dtype, requires_grad=True)}
+        told = {"outer": "heavy_ball", "outer_lr": 1.0, "outer_momentum": 0.0, "sync_every_steps": 1}
+        sync = lowcomm.LocalUpdates(named, world, mixing=mixing, **told)
+        for _ in range(rounds):
+            if world.replica == 0:
+                with torch.no_grad():
+                    named["weight"].sub_(unit)
+            sync.step()
+        return (0.75 - sync.fragments[0].agreed.item()) / unit
+
+    assert lowcomm.run_threads(work, replicas=4) == [rounds / 4] * 4
+
+
+def test_a_second_finish_exchanges_nothing() -> None:
+    def work(world: lowcomm.World) -> list[str]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        sync, found = lowcomm.DiLoCo(model, world, sync_every_steps=30), []
+        for step in range(40):
+            with torch.no_grad():
+                model.weight.add_(0.01 * (1 + world.replica) * (step + 1))
+            sync.step()
+        for _ in range(2):
+            sync.finish()
+            found.append(digest([*model.parameters(), *sync.state_dict().values()]))
+        again = lowcomm.DiLoCo(model, world, sync_every_steps=30, broadcast=False)
+        again.load_state_dict(sync.state_dict())
+        again.finish()
+        return [*found, digest([*model.parameters(), *again.state_dict().values()])]
+
+    for found in lowcomm.run_threads(work, replicas=2):
+        assert len(set(found)) == 1
 
 
 def test_alone_it_is_plain_training() -> None:

@@ -259,6 +259,14 @@ def test_topk_keeps_the_largest_and_dropout_and_dare_what_the_seed_says() -> Non
         assert not torch.equal(a, c)
 
 
+@pytest.mark.parametrize(("name", "value"), [("int8", torch.finfo(torch.float32).max), ("levels", 1e21)])
+def test_what_a_codec_cannot_give_back_is_refused(name: str, value: float) -> None:
+    """The largest value of fp32 decodes to infinity from 127 steps that are rounded up; squares overflow."""
+    x = torch.linspace(-1, 1, 256) * value
+    with pytest.raises(ValueError, match="are too large to scale"):
+        make_codec(name).encode(x)
+
+
 def test_what_is_too_large_for_a_scale_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"values up to 3e\+38 are too large to scale"):
         make_codec("sign").encode(torch.full((300,), 3e38))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import math
 import os
@@ -122,6 +123,39 @@ def test_native_reductions_agree_to_rounding(tmp_path: Path) -> None:
             RuntimeError, match="ConfigError: comm.reduction = native knows no link and no virtual clock"
         ):
             as_processes("native", 2, tmp_path, reduction="native", **unknown)
+
+
+@pytest.mark.parametrize("run", [as_threads, as_processes])
+def test_messages_come_in_order_where_one_is_awaited_without_its_shape(run: Callable, tmp_path: Path) -> None:
+    assert run("of_any_shape_first", 2, tmp_path) == [[], [1.0, 2.0]]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "told"),
+    [
+        (["a", "b", "c"], ""),
+        (["a", "", "c"], "rank 1 of 3 has none"),
+        (["a", "b", "b"], "ranks 1 and 2 of 3 share one"),
+    ],
+)
+def test_nccl_is_for_ranks_that_each_have_a_gpu_of_their_own(
+    gpus: list[str], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many of them a process sees: what is asked for is refused on every rank, else all take gloo."""
+    store, mine = dist.HashStore(), threading.local()
+    monkeypatch.setattr(processes, "_own_gpu", lambda: mine.gpu)
+
+    def rank(number: int, needed: bool) -> bool | str:
+        mine.gpu = gpus[number]
+        try:
+            return processes._all_have_gpus(dist.PrefixStore(str(needed), store), number, len(gpus), needed=needed)
+        except CommError as error:
+            return str(error)
+
+    for needed in (False, True):
+        found = in_threads(*(functools.partial(rank, number, needed) for number in range(len(gpus))))
+        why = f"comm.backend = nccl needs a GPU for each rank: {told}; use gloo to share GPUs or the CPU"
+        assert found == [why if told and needed else not told] * len(gpus)
 
 
 def test_messages_wait_for_their_receiver_and_not_their_sender(tmp_path: Path) -> None:

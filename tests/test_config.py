@@ -187,11 +187,20 @@ def test_a_runs_name_is_that_of_a_folder(name: str) -> None:
         ({"timeout_s": 1e30}, "comm.timeout_s must be at most 1000000.0, got 1e\\+30"),
         ({"timeout_s": 0}, "comm.timeout_s must be above 0, got 0"),
         ({"link_mbit_per_s": -1}, "comm.link_mbit_per_s must be at least 0, got -1"),
+        ({"link_latency_ms": math.inf}, "comm.link_latency_ms must be finite, got inf"),
     ],
 )
 def test_a_wire_that_cannot_be_is_refused(wire: dict[str, float], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         CommConfig(**wire)
+
+
+def test_a_run_slices_parts_of_its_decoder_alone() -> None:
+    """Of patterns, which slice any model, no closed form of FLOPs and memory is known."""
+    method = {"trainable": "slice", "slices": 2, "sliced": ["*.mlp.up.weight:0", "*.mlp.down.weight:1"]}
+    told = r"method.sliced names '\*.mlp.up.weight:0': a run slices parts of its decoder, mlp, heads, out, layers"
+    with pytest.raises(ConfigError, match=told):
+        run_config("diloco_m2", scale="smoke", method=method)
 
 
 def test_unknown_names_suggest_the_nearest() -> None:

@@ -34,7 +34,7 @@ from pipelines.ladder.__main__ import listed, main, prepare
 from pipelines.ladder.fits import at_their_best, each_at_its_best, gap_rows, read_cells, read_trials
 from pipelines.ladder.headline import read_pairs
 from pipelines.ladder.origin import Origin
-from pipelines.ladder.plan import LADDER, Ladder, Line, Plan, Point, Row, base_of, read_plan
+from pipelines.ladder.plan import LADDER, Ladder, Line, Plan, Point, Row, base_of, read_plan, write_whole
 from pipelines.ladder.positions import PARTS, loss_by_position
 from pipelines.ladder.rows import known
 from pipelines.ladder.tune import best_trial, tune, walk_line, walk_row
@@ -611,6 +611,33 @@ def test_a_point_that_is_done_when_another_fails_is_kept(small: Ladder) -> None:
         time.sleep(0.5)  # by when it waits
     assert [process.exitcode for process in some._processes] == [0]
     assert point.read()["val_loss"] > 0
+
+
+def test_a_point_that_fails_holds_nobody_up(small: Ladder) -> None:
+    """Its worker, which waits for the next one, is told that there is none."""
+
+    def task(point: Point) -> workers.Task:
+        yield point
+        return []
+
+    point = small.trial(small.plan.rows["plain"], "a", {"lr": 0.01})  # whose corpus nobody has prepared
+    with workers.Workers() as some:
+        with pytest.raises(RuntimeError, match=re.escape(point.title)):
+            some.run([task(point)])
+        time.sleep(1)  # the worker is back where it waits
+        begin = time.monotonic()
+    assert time.monotonic() - begin < workers.SAVING_S / 10  # else it is waited for as long as a checkpoint may take
+
+
+def test_points_of_other_values_than_tuning_has_found_are_left_out(small: Ladder) -> None:
+    tuned = {"plain": {"values": {"lr": 0.01}, "trials": 1}}
+    write_whole(small.tuned_file("a"), yaml.safe_dump(tuned))
+    points = small.results_at("a", ["plain"])
+    for point, lr in zip(points, (0.01, 0.02), strict=False):  # the second was trained before tuning found another
+        told = {"seed": point.seed, "val_loss": 3.0, "values": dict(point.values) | {"lr": lr}}
+        write_whole(point.file, json.dumps(told))
+    assert [point.seed for point in small.points_there("a", ["plain"])] == [0]
+    assert [told["seed"] for told in small.outcomes("a", "plain")] == [0]
 
 
 def test_headlines_are_of_the_largest_rung_that_has_them(small: Ladder) -> None:

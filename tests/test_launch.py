@@ -38,7 +38,7 @@ from pipelines.launch import (
 )
 from pipelines.project import BUILD, run_points
 from tests.conftest import command_line, settings_of, small_run
-from tests.harness import ROOT, Group, clean_environment, command
+from tests.harness import ROOT, Group, clean_environment, command, refused
 
 SETTINGS = settings_of(small_run("diloco_m2"))
 
@@ -423,6 +423,21 @@ def test_each_job_of_a_file_says_whether_it_replaces_what_is_there(
     jobs.write_text(json.dumps([[*words, "--slot", "0"]]))
     with pytest.raises(ConfigError, match=r"jobs.json: a job names a run and none of .*--slot.*, got 'diloco_m2 "):
         training._jobs(training._parser().parse_args(["--jobs", str(jobs)]))
+
+
+def test_runs_in_turn_on_several_machines_have_equally_many_stages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the ranks that a machine has are placed once; on one machine it does not matter where they are."""
+    jobs, words = tmp_path / "jobs.json", ["diloco_m2", "--scale", "smoke"]
+    jobs.write_text(json.dumps([words, ["noloco_routing", "--all", "--scale", "smoke"]]))
+    args = training._parser().parse_args(["--jobs", str(jobs)])
+    stages = sorted({config.stages for config, *_ in training._jobs(args)})
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert len(training._jobs(args)) == len(stages) == 2
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    told = "runs in turn on several machines must have equally many stages, as each rank has one place, got "
+    assert told + str(stages) in refused(training._jobs, args)
 
 
 @pytest.mark.parametrize(

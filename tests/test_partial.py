@@ -542,6 +542,13 @@ def test_layers_of_other_models_are_slices_too() -> None:
     assert owners == {n: int(n.split(".")[2]) // 2 if ".mlp." in n else None for n in FOREIGN}
 
 
+def test_what_two_layers_share_cannot_be_sliced() -> None:
+    model = torch.nn.ModuleDict({"one": torch.nn.Linear(4, 4), "other": torch.nn.Linear(4, 4)})
+    model["other"].weight = model["one"].weight
+    with pytest.raises(ConfigError, match=r"one\.weight and other\.weight are one parameter: what layers share"):
+        slice_parameters(model, 0, ["one.weight:0"], 2)
+
+
 @pytest.mark.parametrize(
     ("sliced", "message"),
     [

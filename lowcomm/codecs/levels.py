@@ -40,7 +40,7 @@ class Levels(Codec):
         sums = torch.stack([centred.where(bins == level, 0.0).sum() for level in range(4)])
         counts = torch.stack([(bins == level).sum() for level in range(4)])
         levels = sums / counts.clamp(min=1) + mean
-        refuse_non_finite(x, levels)
+        refuse_non_finite(x, torch.cat([levels, width[None]]))  # whose squares overflow before they do
         codes = torch.empty(packed_nbytes(x.numel(), 2), dtype=torch.uint8, device=x.device)
         pack(bins.to(torch.uint8)[None], codes[None], 2)
         return torch.cat([levels.view(torch.uint8), codes])

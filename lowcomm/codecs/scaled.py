@@ -25,7 +25,7 @@ class Int8(Codec):
             torch.div(values, step.where(step > 0, 1.0)[:, None], out=y)
             codes.view(torch.int8).copy_(y.round_().clamp_(-127, 127))
         steps = packed[: 4 * -(-x.numel() // BLOCK)].view(torch.float32)
-        refuse_non_finite(x, steps)
+        refuse_non_finite(x, 127 * steps)  # the largest value that is decoded
         return packed
 
     def decode(self, packed: Tensor, numel: int) -> Tensor:

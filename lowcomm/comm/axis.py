@@ -247,7 +247,8 @@ class AxisState:
         self.index, self.size = ranks.index(world.rank), len(ranks)
         self.device = world.device
         self.egress_free = self.ingress_free = float("-inf")
-        self.lock = threading.Lock()  # of the two above, which lanes share
+        self._of_any_shape: dict[int, int] = defaultdict(int)  # by index: messages that are awaited so
+        self.lock = threading.Lock()  # of the three above, which lanes share
         self.group = None  # process group, for native reductions only
         self._counts: dict[Any, int] = defaultdict(int)
         self._lanes: dict[Lane, _LaneThread] = {}
@@ -258,8 +259,19 @@ class AxisState:
         return self.link != Link() or self.world.clock.is_virtual
 
     def expect(self, source: int, like: Tensor | None) -> Expected:
-        """Begin to take the next message from an index of the axis."""
-        return self.world.transport.expect(CHANNELS[self.name, "in"], [(self.ranks[source], like)])
+        """Begin to take the next message from an index of the axis.
+
+        Its payload waits for its turn where one of any shape is awaited before it, which might be shaped alike.
+        """
+        with self.lock:
+            early = None if self._of_any_shape[source] else like
+            self._of_any_shape[source] += like is None
+        return self.world.transport.expect(CHANNELS[self.name, "in"], [(self.ranks[source], early)])
+
+    def came(self, source: int, like: Tensor | None) -> None:
+        """A message that `expect` was told of has come."""
+        with self.lock:
+            self._of_any_shape[source] -= like is None
 
     def number(self, of: Any) -> int:
         """How many there were of a kind before this one."""

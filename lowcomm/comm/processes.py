@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import fcntl
+import logging
 import math
 import os
 import queue
@@ -24,6 +25,8 @@ from torch import Tensor
 from lowcomm.comm.notes import Notes
 from lowcomm.comm.transport import HEADER_BYTES, CommError, Consume, Expected, Header, Incoming, Outgoing
 from lowcomm.settings import ConfigError
+
+log = logging.getLogger("lowcomm")
 
 #: A payload that is consumed as it comes is cut into pieces of this size, and this many of them are on their way
 #: from each peer: small enough that a piece is summed while it is still in the cache.
@@ -163,6 +166,33 @@ def _place(store: dist.Store, started_as: int, size: int, stages: int) -> int:
     return stage * (size // stages) + replica
 
 
+def _own_gpu() -> str:
+    """Return the name, like no other's, of the GPU that this process would use; "" where it sees none."""
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    return str(torch.cuda.get_device_properties(local).uuid) if local < torch.cuda.device_count() else ""
+
+
+def _all_have_gpus(store: dist.Store, started_as: int, size: int, *, needed: bool) -> bool:
+    """Tell whether each rank has a GPU of its own, as NCCL wants; the same on every rank.
+
+    Ranks tell each other which GPU they would use: how many a process sees does not say, as some launchers show each
+    process its own alone. Raises CommError on every rank where it is `needed` and not so.
+    """
+    store.set(f"gpu/{started_as}", _own_gpu())
+    names = [name.decode() for name in store.multi_get([f"gpu/{i}" for i in range(size)])]
+    if not all(names):
+        why = f"rank {names.index('')} of {size} has none"
+    elif shared := next((i for i, name in enumerate(names) if name in names[:i]), 0):
+        why = f"ranks {names.index(names[shared])} and {shared} of {size} share one"
+    else:
+        return True
+    if needed:
+        raise CommError(f"comm.backend = nccl needs a GPU for each rank: {why}; use gloo to share GPUs or the CPU")
+    if any(names) and started_as == 0:
+        log.warning("messages go through the CPU (gloo), as not each rank has a GPU of its own: %s", why)
+    return False
+
+
 def _bytes_of(x: Tensor) -> Tensor:
     return x.view(-1).view(torch.uint8)
 
@@ -190,14 +220,9 @@ class ProcessTransport:
         missing = [k for k in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if k not in os.environ]
         if missing:
             raise CommError(f"not under torchrun: {', '.join(missing)} not set")
+        if dist.is_initialized():
+            raise CommError("this process has a process group already: make one World, before any other group")
         local = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
-        gpus = torch.cuda.device_count()
-        if backend == "nccl" and gpus < local:
-            raise CommError(
-                f"comm.backend = nccl needs a GPU for each rank: {local} ranks on this machine, {gpus} GPUs;"
-                " use gloo to share GPUs or the CPU"
-            )
-        self.uses_nccl = backend == "nccl" or (backend == "auto" and gpus >= local)
         self.timeout = datetime.timedelta(seconds=timeout_s)
         if local < int(os.environ["WORLD_SIZE"]) and "GLOO_SOCKET_IFNAME" not in os.environ:
             # Else gloo tells others the address to which this machine's name resolves, which may be 127.0.0.1.
@@ -210,6 +235,7 @@ class ProcessTransport:
             raise CommError(f"the ranks' store at {where} cannot be had: {str(error).splitlines()[0]}") from None
         store.set_timeout(self.timeout)
         store = _of_this_start(store, started_as, self.size, timeout_s)
+        self.uses_nccl = backend != "gloo" and _all_have_gpus(store, started_as, self.size, needed=backend == "nccl")
         self.rank = _place(store, started_as, self.size, stages)
         # Of a connection of its own: notes are read while other calls block.
         self._notes = Notes(store.clone(), min(timeout_s, _ANSWERED_WITHIN_S))

@@ -23,6 +23,12 @@ def default_device() -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
 
 
+def _check_grid(replicas: int, stages: int) -> None:
+    for name, count in (("replicas", replicas), ("stages", stages)):
+        if count < 1:
+            raise ConfigError(f"{name} must be at least 1, got {count}")
+
+
 def run_threads(
     work: Callable[[World], Any], *, replicas: int, stages: int = 1, comm: CommConfig | None = None
 ) -> list[Any]:
@@ -36,6 +42,7 @@ def run_threads(
     comm = comm or CommConfig()
     if comm.backend != "auto":
         raise ConfigError(f"comm.backend = {comm.backend} is for processes (torchrun); threads have none")
+    _check_grid(replicas, stages)
     ranks = replicas * stages
     hub = ThreadHub(ranks, comm.timeout_s)
     results: list[Any] = [None] * ranks
@@ -125,10 +132,11 @@ def world(*, replicas: int | None = None, stages: int = 1, comm: CommConfig | No
     """
     threads = torch.get_num_threads()
     ranks = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else 1
+    _check_grid(1 if replicas is None else replicas, stages)
     if ranks % stages:
         raise ConfigError(f"{ranks} ranks do not form pipelines of {stages} stages: start a multiple of {stages}")
     comm = comm or CommConfig()
-    grid = {"replicas": replicas or ranks // stages, "stages": stages, "comm": comm}
+    grid = {"replicas": ranks // stages if replicas is None else replicas, "stages": stages, "comm": comm}
     if "RANK" not in os.environ:
         return World(ThreadTransport(ThreadHub(1, comm.timeout_s), 0), device=default_device(), **grid)
     found = world_from_torchrun(**grid)

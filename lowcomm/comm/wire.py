@@ -12,6 +12,7 @@ so simultaneous messages share a rank's rate both ways. In real time the receive
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import defaultdict
 from dataclasses import dataclass
@@ -30,29 +31,38 @@ class Link:
 
 
 class Ledger:
-    """Bytes this rank sent, by axis, purpose and step. Payloads only, as packed; framing is not billed."""
+    """Bytes this rank sent, by axis, purpose and step. Payloads only, as packed; framing is not billed.
+
+    Threads that send bill to one ledger, while another may read it.
+    """
 
     def __init__(self) -> None:
         self._bytes: dict[tuple[str, str], dict[int, int]] = defaultdict(lambda: defaultdict(int))
+        self._lock = threading.Lock()
 
     def bill(self, axis: str, purpose: str, step: int, nbytes: int) -> None:
         if nbytes:
-            self._bytes[axis, purpose][step] += nbytes
+            with self._lock:
+                self._bytes[axis, purpose][step] += nbytes
+
+    def _read(self) -> list[tuple[str, str, dict[int, int]]]:
+        """Return (axis, purpose, bytes by step) of all that has been billed until now."""
+        with self._lock:
+            return [(axis, purpose, dict(steps)) for (axis, purpose), steps in self._bytes.items()]
 
     def total(self, axis: str | None = None, purpose: str | None = None) -> int:
         """Bytes sent, over all axes or purposes where none is named."""
-        return sum(
-            sum(steps.values()) for (a, p), steps in self._bytes.items() if axis in (None, a) and purpose in (None, p)
-        )
+        return sum(sum(steps.values()) for a, p, steps in self._read() if axis in (None, a) and purpose in (None, p))
 
     def by_purpose(self) -> dict[str, int]:
         """{"axis/purpose": bytes}, sorted."""
-        return {f"{a}/{p}": sum(steps.values()) for (a, p), steps in sorted(self._bytes.items())}
+        told = {(a, p): sum(steps.values()) for a, p, steps in self._read()}
+        return {f"{a}/{p}": nbytes for (a, p), nbytes in sorted(told.items())}
 
     def peak_step_bytes(self, axis: str) -> int:
         """Most bytes sent along an axis in any one step, analysis and evaluation apart."""
         steps: dict[int, int] = defaultdict(int)
-        for (a, purpose), entry in self._bytes.items():
+        for a, purpose, entry in self._read():
             if a == axis and purpose not in ("analysis", "evaluation"):
                 for step, nbytes in entry.items():
                     steps[step] += nbytes
@@ -60,10 +70,11 @@ class Ledger:
 
     def state(self) -> list[list]:
         """Plain lists for a checkpoint."""
-        return [[a, p, sorted(steps.items())] for (a, p), steps in self._bytes.items()]
+        return [[a, p, sorted(steps.items())] for a, p, steps in self._read()]
 
     def load(self, state: list[list]) -> None:
-        self._bytes.clear()
+        with self._lock:
+            self._bytes.clear()
         for axis, purpose, steps in state:
             for step, nbytes in steps:
                 self.bill(axis, purpose, step, nbytes)

@@ -263,11 +263,17 @@ class World:
             _check_contiguous(like)
         state = self._towards(source, axis)
         expected = state.expect(source, like)  # now, so that messages that follow each other need not wait for that
+
+        def body(op: Op) -> Tensor:
+            (taken,) = op.swap([], [(source, like)], expected=expected)
+            state.came(source, like)
+            return taken
+
         return state.submit(
             self._message(state, source, state.index),
             purpose,
             "a tensor",
-            lambda op: op.swap([], [(source, like)], expected=expected)[0],
+            body,
             members=(source, state.index),
             lane="in",
         )

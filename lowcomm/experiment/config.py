@@ -20,6 +20,7 @@ from lowcomm.methods.config import BoundaryConfig, MethodConfig
 from lowcomm.methods.engine import Engine
 from lowcomm.methods.inner import InnerOptimizer
 from lowcomm.methods.outer import OuterOptimizer
+from lowcomm.methods.partial import PARTS
 from lowcomm.methods.peers import Peers
 from lowcomm.methods.plan import Plan
 from lowcomm.model.accounting import parameter_shapes
@@ -308,6 +309,8 @@ def _check_some_compress(config: RunConfig) -> None:
 def _check_plan(config: RunConfig) -> None:
     m, c, steps = config.method, config.model, config.train.steps
     plans = [config.plan(stage) for stage in range(config.stages)]
+    for entry in (entry for entry in m.sliced if entry not in PARTS):  # whose FLOPs and memory no closed form knows
+        raise ConfigError(f"method.sliced names {entry!r}: a run slices parts of its decoder, {', '.join(PARTS)}")
     if m.trainable == "slice":
         counts = {"model.layers": c.layers} if "layers" in m.sliced else {}
         if {"heads", "out"} & set(m.sliced):

@@ -149,6 +149,10 @@ class Trainer:
             layers=config.model.layers,
             **(elastic or {}),
         )
+        if not self.engine.one_model:  # then replicas evaluate as many windows each
+            windows = len(data.held_out(t.eval_sequences, t.eval_split))
+            if windows < world.replicas:
+                raise ConfigError(f"{windows} validation windows are too few for {world.replicas} replicas")
         #: What the inner optimizer updates, by the names of the parameters; slices share the memory of the whole.
         self.trained: dict[str, Tensor] = sliced or dict(self.model.named_parameters())  # an engine may shard them
         own = m.boundary.of_replica(self.replica)
@@ -266,8 +270,6 @@ class Trainer:
         world, rows = self.world, self.config.local_batch // self.config.train.accumulation
         windows = self.data.held_out(self.config.train.eval_sequences, self.config.train.eval_split)
         if not self.engine.one_model:  # then replicas have as many each
-            if len(windows) < world.replicas:
-                raise ConfigError(f"{len(windows)} validation windows are too few for {world.replicas} replicas")
             windows = windows[: len(windows) // world.replicas * world.replicas]
         total = torch.zeros(2, dtype=torch.float64)
         with self.engine.evaluated(which):

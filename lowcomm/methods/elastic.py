@@ -69,9 +69,8 @@ from lowcomm.methods.local_updates import (
     whole_parameters,
     with_settings,
 )
-from lowcomm.methods.outer_state import unflatten_into
 from lowcomm.methods.plan import OUTER, SLOW_WEIGHTS, Plan, Turn, check_mean
-from lowcomm.settings import ConfigError, first_difference
+from lowcomm.settings import ConfigError, first_difference, whole_number
 
 #: What happens to others, seen from one: the slots that a round has no more, or has again.
 Event = Callable[[Round, tuple[int, ...]], None]
@@ -199,6 +198,7 @@ class ElasticUpdates(Engine):
         **settings: Any,
     ):
         self.method = method = with_settings(method or LocalUpdates.default, settings)
+        steps, seed = whole_number("steps", steps, at_least=1), whole_number("seed", seed)
         quorum = max(1, slots // 2) if quorum is None else quorum
         check_place(slot, slots, quorum)
         if world is not None and world.replicas > 1:
@@ -603,7 +603,7 @@ class ElasticUpdates(Engine):
         with self._lock:
             for index, fragment in enumerate(self.fragments):
                 fragment.put_outer_state(of_fragment(state, index))
-                unflatten_into(fragment.agreed, fragment.parameters)
+                fragment.begin_from_agreed()
             self._version, self._met = int(state["version"]), {}
             self._lock.notify_all()
 

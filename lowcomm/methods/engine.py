@@ -32,6 +32,8 @@ from lowcomm.methods.config import MethodConfig
 from lowcomm.methods.outer_state import flatten, unflatten_into
 from lowcomm.settings import ConfigError
 
+#: What parameters may be of: what is agreed is kept in fp32, which holds all their values.
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: What may be evaluated: the parameters last agreed, the first replica's own, the mean of all replicas' own.
 Evaluated = Literal["agreed", "first_replica", "replica_average"]
 #: Values of parameters, or of parts of them in their shapes, with the parameters' names: to be changed in place.
@@ -42,12 +44,16 @@ Change = Callable[[Values], None]
 def named_parameters(model: nn.Module | Mapping[str, Tensor], *, trained: bool = True) -> dict[str, Tensor]:
     """Parameters by name, of a module or as given; with `trained`, those that want a gradient alone.
 
-    Raises ConfigError where there are none.
+    Raises ConfigError where there are none, and for values that fp32 does not hold.
     """
     named = dict(model.named_parameters() if isinstance(model, nn.Module) else model)
     found = {name: p for name, p in named.items() if p.requires_grad or not trained}
     if not found:
         raise ConfigError(f"there is nothing to exchange: none of {len(named)} parameters wants a gradient")
+    for name, p in found.items():
+        if p.requires_grad and p.dtype not in DTYPES:
+            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+            raise ConfigError(f"parameter {name} is of {str(p.dtype).removeprefix('torch.')}; exchanged are {known}")
     return found
 
 

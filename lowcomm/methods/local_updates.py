@@ -68,7 +68,7 @@ from lowcomm.methods.outer import OuterOptimizer
 from lowcomm.methods.outer_state import OuterState, flatten, unflatten_into
 from lowcomm.methods.partial import Piece
 from lowcomm.methods.plan import OUTER, SLOW_WEIGHTS, Plan
-from lowcomm.settings import ConfigError, build, nearest
+from lowcomm.settings import ConfigError, build, nearest, whole_number
 
 
 def pairwise_cosine(vectors: list[Tensor]) -> float:
@@ -82,6 +82,8 @@ def pairwise_cosine(vectors: list[Tensor]) -> float:
 OF_PASSES = ("input_gradients", "route")
 #: The name of the residual in outer state: a replica's own, where the rest is agreed on.
 RESIDUAL = "residual"
+#: What parameters of less precision than fp32 cannot hold of the mixture that a round began with: the replica's own.
+ROUNDING = "rounding"
 
 
 class FragmentState:
@@ -92,6 +94,7 @@ class FragmentState:
         outer: the outer optimizer.
         offload: whether outer state is in the CPU's memory.
         feedback: beta of error feedback; 0 for none.
+        mixes: whether a replica keeps a share of its own parameters when it takes over what is agreed.
         factor: what the replica multiplies its outer gradient by before others see it: 1 where it is honest.
         basis: in which it is encoded and averaged.
         keep: what this replica's own parameters and outer gradients are held to, where others' are not.
@@ -108,6 +111,7 @@ class FragmentState:
         *,
         offload: bool,
         feedback: float = 0.0,
+        mixes: bool = False,
         factor: float = 1.0,
         basis: Basis | None = None,
         keep: Change | None = None,
@@ -117,7 +121,9 @@ class FragmentState:
         self.parameters = [piece.of(named[piece.parameter]) for piece in pieces]
         agreed = flatten(self.parameters).float()
         self.numel = agreed.numel()
-        own = {RESIDUAL: torch.zeros_like(agreed)} if feedback else {}
+        self._is_exact = all(p.dtype == torch.float32 for p in self.parameters)
+        self._own = (RESIDUAL,) * (feedback > 0) + (ROUNDING,) * (mixes and not self._is_exact)
+        own = {name: torch.zeros_like(agreed) for name in self._own}
         self._state = OuterState({"agreed": agreed} | outer.buffers(agreed) | own, offload=offload)
         self._stepped = tuple(name for name in self._state.names if name not in own)
         self._unsaid: Tensor | None = None  # the residual before the message that may have to be taken back
@@ -137,14 +143,31 @@ class FragmentState:
 
     def fetch(self, *, to_apply: bool) -> None:
         """Begin to bring outer state to the device: what the outer step needs, or what a message is made of."""
-        said = ("agreed", RESIDUAL) if self.feedback else ("agreed",)
-        self._state.fetch(*(self._stepped if to_apply else said))
+        self._state.fetch(*(self._stepped if to_apply else ("agreed", *self._own)))
 
     def delta(self) -> Tensor:
         """The outer gradient: agreed minus the replica's own parameters; of what it keeps to, as others see it."""
-        theta = flatten(self.parameters).float()
         (agreed,) = self._state.use("agreed")
+        theta = self._theta(agreed)
         return self._as_seen(torch.sub(agreed, theta, out=theta))
+
+    def _theta(self, agreed: Tensor) -> Tensor:
+        """Return a copy of the replica's own parameters in fp32, as they would be had they begun the round unrounded.
+
+        Parameters of less precision begin a round at a rounded value. An outer gradient is what they have moved from
+        there: were the rounding in it, each round would take back what the round before put below their precision.
+        """
+        theta = flatten(self.parameters).float()
+        if ROUNDING in self._own:
+            theta.add_(self._state.use(ROUNDING)[0])
+        elif not self._is_exact:  # they began at what is agreed
+            theta.add_(self._lost(agreed))
+        return theta
+
+    def _lost(self, values: Tensor) -> Tensor:
+        """Return what of fp32 values, flat, the replica's parameters cannot hold."""
+        parts = zip(values.split([piece.numel for piece in self.pieces]), self.parameters, strict=True)
+        return torch.cat([part - part.to(p.dtype) for part, p in parts])
 
     def _as_seen(self, sent: Tensor) -> Tensor:
         """Change in place what is sent, or would be, to what others see of it."""
@@ -171,7 +194,7 @@ class FragmentState:
             may_be_unsaid: keep what `unsay` needs, until the message's mean is adopted.
         """
         (agreed,) = self._state.use("agreed")
-        sent = self._as_seen(outer.message(agreed, flatten(self.parameters).float()))
+        sent = self._as_seen(outer.message(agreed, self._theta(agreed)))
         if self.feedback:
             (residual,) = self._state.use(RESIDUAL)
             self._unsaid = residual.clone() if may_be_unsaid else None
@@ -211,9 +234,8 @@ class FragmentState:
 
         heard: whether the others have heard the last message, though its mean has not been adopted yet.
         """
-        if not self.feedback:
-            return {}
-        return {RESIDUAL: self.outer_state()[RESIDUAL] if heard or self._unsaid is None else self._unsaid}
+        state = {name: self.outer_state()[name] for name in self._own}
+        return state if heard or self._unsaid is None else state | {RESIDUAL: self._unsaid}
 
     def apply(self, mean: Tensor, mixing: float, peers: Tensor | None, outer: OuterOptimizer) -> None:
         """Take the outer step with the mean of what was sent, then mix: theta <- alpha theta + (1 - alpha) agreed.
@@ -248,15 +270,25 @@ class FragmentState:
         if mixing == 0:
             unflatten_into(agreed, self.parameters)
         else:
-            theta = flatten(self.parameters)
-            unflatten_into(theta.mul_(mixing).add_(agreed, alpha=1 - mixing), self.parameters)
+            theta = self._theta(agreed).mul_(mixing).add_(agreed, alpha=1 - mixing)
+            unflatten_into(theta, self.parameters)
+            if ROUNDING in self._own:
+                self._state.use(ROUNDING)[0].copy_(self._lost(theta))
         if self._keep is not None:
             self._keep([(piece.parameter, p.detach()) for piece, p in zip(self.pieces, self.parameters, strict=True)])
         self._state.release(changed=self._state.names)
 
+    def begin_from_agreed(self) -> None:
+        """Let the replica's own parameters become those last agreed, of which the whole has been put back."""
+        (agreed,) = self._state.use("agreed")
+        unflatten_into(agreed, self.parameters)
+        if ROUNDING in self._own:
+            self._state.use(ROUNDING)[0].copy_(self._lost(agreed))
+        self._state.release(changed=self._own)
+
     def release(self) -> None:
         """Outer state is not needed until the mean has come."""
-        self._state.release(changed=(RESIDUAL,) if self.feedback else ())
+        self._state.release(changed=self._own)
 
     def values(self, flat: Tensor) -> list[tuple[str, Tensor]]:
         """Flat values, as of `agreed`, in the shapes of the fragment's pieces, with their parameters' names."""
@@ -310,7 +342,7 @@ def fragment_states(
     """Return the state that a replica has of each of a plan's fragments, as training begins; `keep` as for each."""
     m = plan.method
     asked = {"offload": m.offload_outer, "feedback": m.error_feedback, "factor": plan.factor(replica)}
-    asked |= {"basis": plan.basis, "keep": keep}
+    asked |= {"mixes": m.mixing > 0, "basis": plan.basis, "keep": keep}
     return [FragmentState(f.pieces, named, plan.outer, **asked) for f in plan.fragments]
 
 
@@ -379,6 +411,8 @@ class LocalUpdates(Engine):
         **settings: Any,
     ):
         self.method = method = with_settings(method or self.default, settings)
+        seed = whole_number("seed", seed)
+        steps = None if steps is None else whole_number("steps", steps, at_least=1)
         self.world, self.seed, self.steps = world, seed, steps
         self.named = named_parameters(model, trained=method.trainable != "slice")
         shapes = {name: tuple(p.shape) for name, p in self.named.items()}
@@ -393,7 +427,7 @@ class LocalUpdates(Engine):
         self.overlap = self.plan.overlap(self.world.replica)
         self.constrain = constrain if self.plan.may_leave_subspace and not some else None
         self.plan.outer_at(0, steps)
-        self.steps_done = 0
+        self.steps_done, self._closed_after = 0, -1
         self._prepare()
 
     @classmethod
@@ -424,17 +458,20 @@ class LocalUpdates(Engine):
     def finish(self) -> dict[str, float]:
         """Apply what is under way; with `close_last_round`, exchange what has trained since its last turn.
 
-        Parameters that were frozen for a while (`trainable = next_fragment`) want a gradient again afterwards.
+        A second call after the same step exchanges nothing. Parameters that were frozen for a while (`trainable =
+        next_fragment`) want a gradient again afterwards.
         """
         logged: dict[str, float] = {}
         for index, fragment in enumerate(self.fragments):
             if fragment.under_way is not None:
                 self._apply(index)
         left = [i for i in range(len(self.fragments)) if self.plan.closes(i, self.steps_done)]
+        left = [] if self._closed_after == self.steps_done else left
         for index in left:
             self._send(index, logged)
         for index in left:
             self._apply(index)
+        self._closed_after = self.steps_done
         if self.method.trainable == "next_fragment":
             for parameter in self.named.values():
                 parameter.requires_grad_(True)
@@ -539,7 +576,7 @@ class LocalUpdates(Engine):
 
     def state_dict(self) -> dict[str, Tensor]:
         """Outer state, means under way (waited for), and how far each fragment is; this rank's own."""
-        state = {"steps_done": torch.tensor(self.steps_done)}
+        state = {"steps_done": torch.tensor(self.steps_done), "closed_after": torch.tensor(self._closed_after)}
         for index, fragment in enumerate(self.fragments):
             state |= {f"{index}/{name}": b for name, b in fragment.state_dict(self.world).items()}
         return state
@@ -548,7 +585,7 @@ class LocalUpdates(Engine):
         """Put back what `state_dict` gave. The model's parameters are the user's to put back."""
         for index, fragment in enumerate(self.fragments):
             fragment.load_state_dict(of_fragment(state, index), self.world)
-        self.steps_done = int(state["steps_done"])
+        self.steps_done, self._closed_after = int(state["steps_done"]), int(state.get("closed_after", -1))
         self.world.step = self.steps_done
         self._prepare()
 

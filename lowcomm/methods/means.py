@@ -152,7 +152,8 @@ class Radial(Mean):
         u = sum_m w_m x_m / |x_m|,   mean = (u / |u|) sum_m w_m |x_m| / sum_m w_m
 
     Decoupled DiLoCo (arXiv:2604.21428) averages fragments radially; the formula is inferred from that word. The norm is
-    of a whole message, as for `Clipped`.
+    of a whole message, as for `Clipped`. Messages that cancel have a mean as long as they are, in whatever direction is
+    left of them: it is for replicas that see much of the same text.
     """
 
     names = ("radial",)

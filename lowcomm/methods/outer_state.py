@@ -1,6 +1,7 @@
 """Outer state: flat fp32 tensors beside the model, on the accelerator or in the CPU's memory.
 
-Outer state is the parameters last agreed, the outer optimizer's buffers and, with error feedback, the residual. It may
+Outer state is the parameters last agreed, the outer optimizer's buffers and, with error feedback, the residual; and
+what parameters of less precision than fp32 cannot hold of the mixture that they begin a round with. It may
 live off the accelerator (Streaming DiLoCo, section 2.5): only what a turn needs is on the device, from shortly before
 the turn until it is over. NoLoCo's mean of the next peers' slow weights is received on the device and stays there until
 its turn.

@@ -46,6 +46,8 @@ _DIMENSION: dict[str, dict[str, int]] = {
     "heads": {"attention.q.weight": 0, "attention.k.weight": 0, "attention.v.weight": 0},
     "out": {"attention.out.weight": 1},
 }
+#: The parts of a `Decoder` that `sliced` may name.
+PARTS = (*_DIMENSION, "layers")
 #: A parameter of a layer's MLP, with the layer's number: "blocks.3.mlp.up.weight".
 _MLP_OF_LAYER = re.compile(r"(?:^|\.)(\d+)\.mlp\.")
 
@@ -234,7 +236,9 @@ def train_slice(model: nn.Module, parts: Sequence[Piece], own: int) -> dict[str,
     Linear layers whose weight is sliced become `SlicedLinear`, which keep name and shape. The model must be on its
     device already.
     """
-    trained = {}
+    trained, names = {}, {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
     for piece in parts:
         parameter = model.get_parameter(piece.parameter)
         if piece.whole:
@@ -243,6 +247,8 @@ def train_slice(model: nn.Module, parts: Sequence[Piece], own: int) -> dict[str,
             if mine:
                 trained[piece.parameter] = parameter
         elif piece.owner == own:
+            if len(same := names[parameter]) > 1:
+                raise ConfigError(f"{' and '.join(same)} are one parameter: what layers share cannot be sliced")
             where = piece.parameter.rpartition(".")[0]
             if not isinstance(linear := model.get_submodule(where), nn.Linear):
                 raise ConfigError(f"method.sliced: {where} is a {type(linear).__name__}; only nn.Linear can be sliced")
@@ -261,7 +267,8 @@ def slice_parameters(model: nn.Module, replica: int, sliced: Sequence[str], slic
     for each sort of linear layer, e.g. ["*.up_proj.weight:0", "*.down_proj.weight:1"], or the parts of a `Decoder`
     ("mlp"). Returns what is trained, by the names of the parameters: give it to the inner optimizer, and the same
     `sliced` and `slices`, with trainable="slice", to `LocalUpdates`. The model must be on its device already. Raises
-    ConfigError where something does not divide, or where an entry of `sliced` matches nothing.
+    ConfigError where something does not divide, where an entry of `sliced` matches nothing, or where layers share what
+    is to be sliced.
     """
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     return train_slice(model, pieces(shapes, sliced, slices), replica % slices)

@@ -243,6 +243,10 @@ class Plan:
             )
         self.schedule = Schedule(count, h)
         self.fragments = [self._fragment(group, self.schedule.offset(p)) for p, group in enumerate(groups)]
+        for p, fragment in enumerate(self.fragments):
+            if not fragment.numel:
+                names = ", ".join(piece.parameter for piece in fragment.pieces) or "no parameters"
+                raise ConfigError(f"fragment {p} has nothing to exchange: it has {names}, of no values")
 
     def _fragment(self, group: list[Piece], offset: int) -> Fragment:
         ordered = sorted(group, key=lambda piece: -1 if piece.owner is None else piece.owner)

@@ -375,6 +375,8 @@ def published_gaps() -> list[dict[str, Any]]:
 
 def loss_at(size: float, sizes: Sequence[float], losses: Sequence[float], alpha: float | None = None) -> float:
     """The loss at a size by L = E + A N^-alpha through the two largest of the sizes; by default without a floor E."""
+    if len(sizes) < 2:
+        raise ConfigError(f"a loss at {size:,.0f} parameters wants those of two smaller sizes, got {len(sizes)}")
     (n1, l1), (n2, l2) = sorted(zip(sizes, losses, strict=True))[-2:]
     alpha = alpha or math.log(l1 / l2) / math.log(n2 / n1)
     factor = (l1 - l2) / (n1**-alpha - n2**-alpha)

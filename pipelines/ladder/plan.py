@@ -60,6 +60,8 @@ class Line:
         if self.factor:
             n = round(math.log(value / self.begin) / math.log(self.factor))
             return float(f"{self.begin * self.factor ** (n + way):.3g}")
+        if value not in self.values:
+            raise ConfigError(f"{value:g} is not among a line's values, {', '.join(map(str, self.values))}")
         at = self.values.index(value) + way
         return self.values[at] if 0 <= at < len(self.values) else None
 
@@ -304,16 +306,20 @@ class Ladder:
         return sorted(points, key=lambda point: point.seed)
 
     def points_there(self, rung: str, rows: Collection[str]) -> list[Point]:
-        """Return the results of some rows at a rung that stand in git, seed by seed; none of an untuned row."""
+        """Return the results of some rows at a rung that stand in git, seed by seed; none of an untuned row.
+
+        What was trained with other values than tuning has found since then is none of them.
+        """
         at = self.plan.rungs[rung].tuned_at
         tuned = self.read_tuned(at) if self.tuned_file(at).exists() else {}
-        asked = [row for row in rows if row in tuned]
-        return [point for point in self.results_at(rung, asked) if point.file.exists()] if asked else []
+        if not (asked := [row for row in rows if row in tuned]):
+            return []
+        there = [point for point in self.results_at(rung, asked) if point.file.exists()]
+        return [point for point in there if json.loads(point.file.read_text())["values"] == dict(point.values)]
 
     def outcomes(self, rung: str, row: str) -> list[dict[str, Any]]:
         """Return what the results of a row at a rung have come to, seed by seed, as they stand in git."""
-        files = sorted((self.results / "points" / rung / row).glob("seed*.json"))
-        return [json.loads(file.read_text()) for file in files]
+        return [json.loads(point.file.read_text()) for point in self.points_there(rung, [row])]
 
     def tuned_file(self, rung: str) -> Path:
         """Where the values that tuning found at a rung are kept."""

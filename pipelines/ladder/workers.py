@@ -173,7 +173,7 @@ class Workers:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         for pipe in self._idle:
-            with contextlib.suppress(BrokenPipeError):
+            with contextlib.suppress(OSError):  # a worker that has died
                 pipe.send(None)
         if self._busy:
             for process in self._processes:
@@ -216,9 +216,9 @@ class Workers:
                 pipe.send(point)
                 self._busy[pipe] = (task, point)
             for pipe in wait(list(self._busy)) if self._busy else []:
-                outcome = self._received(pipe, self._busy[pipe][1])
                 task, point = self._busy.pop(pipe)
-                self._idle.append(pipe)
+                self._idle.append(pipe)  # now, so that it is told of the end where the point has failed
+                outcome = self._received(pipe, point)
                 self._keep(point, outcome)
                 begun.append((task, outcome))
 
