@@ -299,7 +299,7 @@ def plant(ladder: Ladder, rung: str, gap: float) -> None:
         folder.mkdir(parents=True)
         for seed in range(3):
             loss = ({"a": 4.0, "b": 3.5, "c": 3.2}[rung] + 0.01 * seed) * (factor + 0.001 * seed * (row == "averaging"))
-            (folder / f"seed{seed}.json").write_text(json.dumps({"seed": seed, "val_loss": loss}))
+            (folder / f"seed{seed}.json").write_text(json.dumps({"seed": seed, "val_loss": loss, "values": {}}))
 
 
 def test_only_what_is_not_known_is_predicted_and_but_once(three_rungs: Ladder) -> None:

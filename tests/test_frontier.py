@@ -95,7 +95,7 @@ def ladder(tmp_path: Path) -> Ladder:
         folder = planted.results / "points" / "a" / row
         folder.mkdir(parents=True)
         for seed, seconds in enumerate(SECONDS):
-            told = {"seed": seed, "val_loss": (4.0 + 0.1 * seed) * factor, "seconds": seconds}
+            told = {"seed": seed, "val_loss": (4.0 + 0.1 * seed) * factor, "seconds": seconds, "values": {}}
             told |= {"environment": {"device": "x86_64"}}
             (folder / f"seed{seed}.json").write_text(json.dumps(told))
     tuned = {row: {"values": {}, "tuning_loss": 4.0, "trials": 3} for row in PLANTED if row != "averaging"}

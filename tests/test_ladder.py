@@ -651,7 +651,7 @@ def test_headlines_are_of_the_largest_rung_that_has_them(small: Ladder) -> None:
     def plant(rung: str, *rows: str) -> None:
         for point in small.results_at(rung, rows):
             point.file.parent.mkdir(parents=True, exist_ok=True)
-            told = {"val_loss": 3.0 + point.seed, "seed": point.seed, "tokens": 100, "parameters": 10}
+            told = {"val_loss": 3.0 + point.seed, "seed": point.seed, "tokens": 100, "parameters": 10, "values": {}}
             point.file.write_text(json.dumps(told))
 
     plant("a", *rows.values())
@@ -681,7 +681,9 @@ def test_a_row_is_at_the_largest_rung_that_has_its_seeds_whatever_others_wait_fo
             for seed in range(count):
                 file = small.results / "points" / rung / row / f"seed{seed}.json"
                 file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_text(json.dumps({"val_loss": 3.0, "seed": seed, "tokens": 100, "parameters": 10}))
+                file.write_text(
+                    json.dumps({"val_loss": 3.0, "seed": seed, "tokens": 100, "parameters": 10, "values": {}})
+                )
     found = each_at_its_best(small, {"diloco/m2": "plain", "diloco/m4": "plain"})
     assert [(rung, list(c.runs)) for rung, c in found.items()] == [
         ("a", ["plain", "diloco/m4"]),

@@ -430,7 +430,7 @@ def test_runs_in_turn_on_several_machines_have_equally_many_stages(
 ) -> None:
     """As the ranks that a machine has are placed once; on one machine it does not matter where they are."""
     jobs, words = tmp_path / "jobs.json", ["diloco_m2", "--scale", "smoke"]
-    jobs.write_text(json.dumps([words, ["noloco_routing", "--all", "--scale", "smoke"]]))
+    jobs.write_text(json.dumps([words, ["noloco_routing", "--variant", "dp4_fixed", "--scale", "smoke"]]))
     args = training._parser().parse_args(["--jobs", str(jobs)])
     stages = sorted({config.stages for config, *_ in training._jobs(args)})
     monkeypatch.setenv("WORLD_SIZE", "4")

@@ -306,20 +306,26 @@ class Ladder:
         return sorted(points, key=lambda point: point.seed)
 
     def points_there(self, rung: str, rows: Collection[str]) -> list[Point]:
-        """Return the results of some rows at a rung that stand in git, seed by seed; none of an untuned row.
+        """Return the results of some rows at a rung that stand in git, as `outcomes`; none of an untuned row."""
+        tuned = self._tuned_for(rung)
+        if not (asked := [row for row in rows if row in tuned]):
+            return []
+        seeds = {row: [told["seed"] for told in self.outcomes(rung, row)] for row in asked}
+        return [point for point in self.results_at(rung, asked) if point.seed in seeds[point.row.name]]
+
+    def outcomes(self, rung: str, row: str) -> list[dict[str, Any]]:
+        """Return what the results of a row at a rung have come to, seed by seed, as they stand in git.
 
         What was trained with other values than tuning has found since then is none of them.
         """
-        at = self.plan.rungs[rung].tuned_at
-        tuned = self.read_tuned(at) if self.tuned_file(at).exists() else {}
-        if not (asked := [row for row in rows if row in tuned]):
-            return []
-        there = [point for point in self.results_at(rung, asked) if point.file.exists()]
-        return [point for point in there if json.loads(point.file.read_text())["values"] == dict(point.values)]
+        files = sorted((self.results / "points" / rung / row).glob("seed*.json"))
+        found, tuned = [json.loads(file.read_text()) for file in files], self._tuned_for(rung)
+        return [told for told in found if row not in tuned or told["values"] == tuned[row]["values"]]
 
-    def outcomes(self, rung: str, row: str) -> list[dict[str, Any]]:
-        """Return what the results of a row at a rung have come to, seed by seed, as they stand in git."""
-        return [json.loads(point.file.read_text()) for point in self.points_there(rung, [row])]
+    def _tuned_for(self, rung: str) -> dict[str, dict[str, Any]]:
+        """Return what tuning found of the values that a rung takes; nothing where it has not begun."""
+        at = self.plan.rungs[rung].tuned_at
+        return self.read_tuned(at) if self.tuned_file(at).exists() else {}
 
     def tuned_file(self, rung: str) -> Path:
         """Where the values that tuning found at a rung are kept."""
