@@ -249,6 +249,8 @@ def test_what_crosses_and_what_is_hard_is_said_in_words() -> None:
     assert hardship(some) == "25 % of the text alike, H = 4"
     liar = dataclasses.replace(low_rank, method=dataclasses.replace(low_rank.method, byzantine=1, mean="median"))
     assert hardship(liar) == "1 of 4 lies, median"
+    loud = dataclasses.replace(liar, method=dataclasses.replace(liar.method, byzantine_factor=-8.0))
+    assert hardship(loud) == "1 of 4 lies 8 times as loudly, median"
 
 
 def test_the_share_of_a_harm_that_is_repaired() -> None:

@@ -135,7 +135,8 @@ def hardship(config: RunConfig) -> str:
     if alike < 1:
         text = f"{100 * alike:g} % of the text alike" if alike else "unlike text"
         return f"{text}, H = {m.sync_every_steps}"
-    return f"{m.byzantine or 'none'} of {config.replicas} lies, {m.mean}"
+    loudly = f" {-m.byzantine_factor:g} times as loudly" if m.byzantine and m.byzantine_factor != -1 else ""
+    return f"{m.byzantine or 'none'} of {config.replicas} lies{loudly}, {m.mean}"
 
 
 def repaired(row: Losses, harmed: Losses, base: Losses) -> float:
