@@ -196,7 +196,7 @@ def test_a_wire_that_cannot_be_is_refused(wire: dict[str, float], message: str) 
 
 
 def test_a_run_slices_parts_of_its_decoder_alone() -> None:
-    """Of patterns, which slice any model, no closed form of FLOPs and memory is known."""
+    """A run refuses patterns, which may slice any model: the closed forms of FLOPs and memory do not know them."""
     method = {"trainable": "slice", "slices": 2, "sliced": ["*.mlp.up.weight:0", "*.mlp.down.weight:1"]}
     told = r"method.sliced names '\*.mlp.up.weight:0': a run slices parts of its decoder, mlp, heads, out, layers"
     with pytest.raises(ConfigError, match=told):

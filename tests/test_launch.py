@@ -428,7 +428,7 @@ def test_each_job_of_a_file_says_whether_it_replaces_what_is_there(
 def test_runs_in_turn_on_several_machines_have_equally_many_stages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the ranks that a machine has are placed once; on one machine it does not matter where they are."""
+    """Ranks are placed on machines once, for one number of stages; on a single machine their places do not matter."""
     jobs, words = tmp_path / "jobs.json", ["diloco_m2", "--scale", "smoke"]
     jobs.write_text(json.dumps([words, ["noloco_routing", "--variant", "dp4_fixed", "--scale", "smoke"]]))
     args = training._parser().parse_args(["--jobs", str(jobs)])

@@ -177,8 +177,8 @@ def front_rows(ladder: Ladder, rung: str, cells: Sequence[Cell]) -> list[dict[st
     """Return the front's table at a rung: of each row, and of what it is set beside, what it is.
 
     Set beside are data-parallel training of as many replicas, the same with Muon, and over a dense pipeline where a row
-    is one: each has the loss of the row of one replica that computes the same. Rows that compress
-    what crosses between stages count as pipelines (`piped`).
+    is one: each has the loss of the row of one replica that computes the same. Rows that compress what crosses between
+    stages count as pipelines (`piped`).
 
     Columns: method, replicas, stages, seeds, loss, gap_pct, low_pct, high_pct, bytes_per_step (that a replica sends to
     others, in the mean), fewer (times fewer than data-parallel training of as many), fewer_between (the same of what

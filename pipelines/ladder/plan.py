@@ -185,6 +185,12 @@ def read_plan(path: Path) -> Plan:
     return Plan(rungs, rows, lines, (shown["rung"], tuple(shown["rows"])), published)
 
 
+@functools.lru_cache(maxsize=8)
+def _parsed(text: str) -> dict[str, dict[str, Any]]:
+    """Return what a file of tuned values says, which takes long to parse and is asked for each row. Not to be written."""
+    return yaml.safe_load(text)
+
+
 @dataclass(frozen=True)
 class Ladder:
     """A ladder: a project whose scales are rungs, with a plan.yaml beside its params.yaml.
@@ -324,8 +330,8 @@ class Ladder:
 
     def _tuned_for(self, rung: str) -> dict[str, dict[str, Any]]:
         """Return what tuning found of the values that a rung takes; nothing where it has not begun."""
-        at = self.plan.rungs[rung].tuned_at
-        return self.read_tuned(at) if self.tuned_file(at).exists() else {}
+        file = self.tuned_file(self.plan.rungs[rung].tuned_at)
+        return _parsed(file.read_text()) if file.exists() else {}
 
     def tuned_file(self, rung: str) -> Path:
         """Where the values that tuning found at a rung are kept."""
