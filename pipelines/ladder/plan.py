@@ -187,7 +187,10 @@ def read_plan(path: Path) -> Plan:
 
 @functools.lru_cache(maxsize=8)
 def _parsed(text: str) -> dict[str, dict[str, Any]]:
-    """Return what a file of tuned values says, which takes long to parse and is asked for each row. Not to be written."""
+    """Return what a file of tuned values says, which takes long to parse and is asked for each row.
+
+    It is shared by all who ask, and not to be written.
+    """
     return yaml.safe_load(text)
 
 
