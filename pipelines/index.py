@@ -49,7 +49,7 @@ def tables(scale: str) -> dict[str, list[Path]]:
 
 
 def judged(some: list[Path]) -> dict[Path, list[tuple[Claim, str]]]:
-    """Return the claims of a paper's tables, table by table, with their outcomes. They are judged together."""
+    """Return the claims of a page's tables, table by table, with their outcomes: those of one paper judged together."""
     claims = [(table, claim) for table in some for claim in read_claims(table)]
     found: dict[Path, list[tuple[Claim, str]]] = {table: [] for table in some}
     for (table, claim), outcome in zip(claims, judge([claim for _, claim in claims]), strict=True):

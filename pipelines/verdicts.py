@@ -288,6 +288,7 @@ class Claim:
         criterion: when it is called borne out, where that does not go without saying.
         needs: what it needs of the runs, where its evidence is of runs.
         apart: why nothing is judged whatever the runs were, if so: "one size", "no public checkpoint".
+        paper: whose claim it is, on a page that has those of several papers.
     """
 
     text: str
@@ -297,6 +298,7 @@ class Claim:
     criterion: str = ""
     needs: Regime = HEADLINE
     apart: str = ""
+    paper: str = ""
 
     @property
     def outside(self) -> str:
@@ -340,14 +342,18 @@ def holm(found: Sequence[float]) -> list[float]:
 
 
 def judge(claims: Sequence[Claim]) -> list[str]:
-    """Return the outcome of each of a paper's claims.
+    """Return the outcome of each claim of a page: those of one paper are corrected for their number.
 
     Neither facts nor what is outside the regime count among the tests.
     """
     found = {id(c): (c.evidence.p_for, c.evidence.p_against) for c in claims if not c.outside}
-    tested = [claim for claim in claims if id(claim) in found and not claim.evidence.is_certain]
-    sides = (holm([getattr(c.evidence, side) for c in tested]) for side in ("p_for", "p_against"))
-    found |= {id(claim): both for claim, *both in zip(tested, *sides, strict=True)}
+    papers: dict[str, list[Claim]] = {}
+    for claim in claims:
+        if id(claim) in found and not claim.evidence.is_certain:
+            papers.setdefault(claim.paper, []).append(claim)
+    for tested in papers.values():
+        sides = (holm([getattr(c.evidence, side) for c in tested]) for side in ("p_for", "p_against"))
+        found |= {id(claim): both for claim, *both in zip(tested, *sides, strict=True)}
     return [f"{OUTSIDE} ({c.outside})" if c.outside else _outcome(c, *found[id(c)]) for c in claims]
 
 

@@ -139,6 +139,13 @@ def test_nothing_is_judged_outside_the_regime() -> None:
     assert judge([Claim("so", "it is", Evidence(0.04, 0.96)), *others])[0] == BORNE_OUT
 
 
+def test_a_papers_claims_are_corrected_for_their_own_number() -> None:
+    """On a page with claims of several papers those of another count for nothing."""
+    some, others = Evidence(0.02, 0.98), [Claim("so", "it is", Evidence(0.5, 0.5), paper="B") for _ in range(10)]
+    assert judge([Claim("so", "it is", some, paper="A"), *others])[0] == BORNE_OUT
+    assert judge([Claim("so", "it is", some, paper="B"), *others])[0] == NOT_RESOLVED
+
+
 def test_holm_by_hand() -> None:
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert holm([0.9, 0.8]) == [1.0, 1.0]
