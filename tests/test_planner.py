@@ -23,7 +23,7 @@ from lowcomm.experiment.data import prepared
 from lowcomm.experiment.project import Project
 from lowcomm.experiment.train import train_in_threads
 from lowcomm.methods.named import DeMo, SparseLoCo
-from lowcomm.model.accounting import parameters
+from lowcomm.model.accounting import parameters, training_flops
 from lowcomm.model.config import ModelConfig
 from lowcomm.model.huggingface import public_config
 from lowcomm.model.presets import PRESETS
@@ -77,9 +77,9 @@ def test_a_fast_link_wants_gradients_and_a_slow_one_anything_but() -> None:
     assert slow.days_to_equal_loss[0] < slow[slow.method == "gradients"].days_to_equal_loss.min() / 3
     for table in (fast, slow):
         assert table.days_to_equal_loss_high.is_monotonic_increasing
-        best = table[table.front]
-        assert best.days.min() == table.days.min()
-        assert best.loss_percent.min() == table.loss_percent.min()
+        best, reach = table[table.front], table[table.days_to_equal_loss_high < math.inf]
+        assert best.days.min() == reach.days.min()
+        assert best.loss_percent.min() == reach.loss_percent.min()
         assert (table.replicas * table.stages == 8).all()
         assert (table.cost == table.days * 24 * 8 * 0.5).all()
     assert len(shown(slow)) == len(slow)
@@ -130,7 +130,7 @@ def test_what_is_newer_than_the_papers_is_tried_where_it_has_been_measured() -> 
     assert "in no row" in projection
     best = table.iloc[0]
     assert best.sparse_messages
-    without = table[~table.sparse_messages].days_to_equal_loss.min() / best.days_to_equal_loss
+    without = table[~table.sparse_messages].days_to_equal_loss_high.min() / best.days_to_equal_loss_high
     assert sparse.endswith(f"rows on the front; {without:.3g} times the days to equal loss without it")
     assert muon.startswith("Muon: in ")
     assert muon.endswith("rows on the front; as many days to equal loss without it")
@@ -221,6 +221,10 @@ def test_the_batch_is_rounded_to_what_replicas_can_share() -> None:
     assert set(table[table.replicas == 7].global_batch) == {63}
     with pytest.raises(ConfigError, match="305 steps are fewer than 10 rounds of 100"):
         run_of(Method(100), Job(MODEL, tokens=1e7, global_batch=64), 2, 1)
+    with pytest.raises(ConfigError, match="153 steps are fewer than 10 rounds of 30"):
+        run_of(Method(30), Job(MODEL, tokens=5e6, global_batch=64), 2, 1)
+    with pytest.raises(ValueError, match=r"tokens must be 10 steps' or more, 327,680, got 300000"):
+        Job(MODEL, tokens=3e5, global_batch=64)
 
 
 def _rounds(penalties: Penalties, sync_every_steps: float) -> Penalty:
@@ -261,6 +265,25 @@ def test_the_nearest_source_is_asked() -> None:
     penalties = Penalties(_table(table))
     for replicas, size, source in ((2, 1e6, "ours"), (2, 1e9, "theirs"), (8, 1e6, "ours"), (8, 1e8, "theirs")):
         assert penalties.one("local updates", 1, replicas, size).source == source
+
+
+def test_a_source_that_is_nearly_as_near_makes_a_penalty_less_sure() -> None:
+    """Half way in ln N to a source that says 0.06 more, half of that is added; from its own size nothing."""
+    table = [("streaming", 2, 1, 1e6, 0.08, 0.01, "ours"), ("streaming", 2, 1, 1e10, 0.02, 0.01, "theirs")]
+    penalties = Penalties(_table(table))
+    for size, share in ((1e6, 0.0), (1e7, 1 / 9), (0.9999e8, 1.0)):  # (1 / 3)^2, (4 / 4)^2
+        off = penalties.one("streaming", 1, 2, size).deviation
+        assert off == pytest.approx(math.hypot(0.01, share * 0.03), rel=1e-3)
+
+
+def test_a_penalty_of_one_number_of_replicas_is_less_sure_of_others() -> None:
+    """By as much, for each factor of e, as others change with that number: here 0.02 from 4 replicas to 16."""
+    pairs = [("pairs", count, 1, SIZE, value, 0.01, "ours") for count, value in ((4, 0.01), (16, 0.03))]
+    rows = [("streaming", 2, 1, SIZE, 0.01, 0.01, "ours"), ("Muon", 1, 1, SIZE, 0.01, 0.01, "ours"), *pairs]
+    penalties = Penalties(_table(rows))
+    assert penalties.one("streaming", 1, 2, SIZE).deviation == 0.01
+    assert penalties.one("streaming", 1, 8, SIZE).deviation == pytest.approx(math.hypot(0.01, 0.02))
+    assert penalties.one("Muon", 1, 8, SIZE).deviation == 0.01  # has nothing to do with them
 
 
 def test_the_nearest_run_is_one_and_not_the_best_of_several() -> None:
@@ -352,12 +375,21 @@ def test_a_box_of_machines_is_a_machine_where_its_link_is_fast() -> None:
 
 def test_machines_of_a_box_share_its_link_and_talk_inside_it_where_they_can() -> None:
     cluster = Cluster(16, 24.0, 1.0, Links(80.0, 5.0), per_box=8, inside_mbit_per_s=1e5)
-    for width, stages, between, within in ((1, 8, 10, 1e5), (1, 16, 10, 10), (2, 4, 20, 1e5), (8, 2, 80, 80)):
-        links = cluster.links_of(width, stages)
-        assert [ls.mbit_per_s for ls in links] == [between, within]
-        assert [ls.latency_ms for ls in links] == [5.0, 5.0 if within == between else 0.0]
+    for width, stages, between, within in (
+        (1, 8, 10, [1e5] * 7),
+        (1, 16, 10, [1e5] * 7 + [80] + [1e5] * 7),  # of a replica over both boxes one boundary is between them
+        (2, 4, 20, [1e5] * 3),
+        (8, 2, 80, [80]),
+    ):
+        links, own = cluster.links_of(width, stages)
+        assert (links.mbit_per_s, links.latency_ms) == (between, 5.0)
+        assert [ls.mbit_per_s for ls in own] == within
+        assert [ls.latency_ms for ls in own] == [5.0 if rate == 80 else 0.0 for rate in within]
     one = dataclasses.replace(cluster, nodes=8)
-    assert {ls.mbit_per_s for ls in one.links_of(1, 2)} == {1e5}
+    links, own = one.links_of(1, 2)
+    assert {ls.mbit_per_s for ls in (links, *own)} == {1e5}
+    uneven = dataclasses.replace(cluster, nodes=12, per_box=6)  # a box holds a replica and a half
+    assert [ls.mbit_per_s for ls in uneven.links_of(1, 4)[1]] == [pytest.approx(80 / 6)] * 3
     for wrong, message in (
         ({"per_box": 3}, "per_box must be at least 1 and divide nodes = 16, got 3"),
         ({"inside_mbit_per_s": 0.0}, "inside_mbit_per_s must be above 0, and finite, got 0.0"),
@@ -406,7 +438,7 @@ def test_penalties_come_from_the_nearest_run_and_add_up() -> None:
     assert PENALTIES.of(Method(), 8, 1, SIZE) == Penalty(0.0, 0.0, 1.0)
     both = PENALTIES.of(Method(30, streaming=True, slices=2), 2, 1, SIZE)
     assert both.log_ratio == pytest.approx(0.02 + 0.01 + 0.01)
-    assert both.deviation == pytest.approx(0.01 * math.sqrt(3))
+    assert both.deviation == pytest.approx(0.01 * math.sqrt(3))  # no other number of replicas was measured
     assert both.extrapolated == pytest.approx(4.0)  # slices, measured with eight replicas
     rarer = PENALTIES.of(Method(100, streaming=True, slices=2), 2, 1, SIZE)
     assert rarer.log_ratio - both.log_ratio == pytest.approx(0.03)
@@ -419,8 +451,10 @@ def test_penalties_come_from_the_nearest_run_and_add_up() -> None:
     with pytest.raises(ConfigError, match="nothing has measured quantum"):
         PENALTIES.one("quantum", 1, 1, SIZE)
     table = _table(ROWS)
-    with pytest.raises(ConfigError, match="a penalty needs replicas, amount, parameters, a deviation and a drift, got"):
+    with pytest.raises(ConfigError, match="a penalty needs replicas, amount, parameters, a log_ratio, a deviation"):
         Penalties(table.assign(deviation=-1.0))
+    with pytest.raises(ConfigError, match="a penalty needs replicas, amount, parameters, a log_ratio, a deviation"):
+        Penalties(table.assign(log_ratio=math.nan))
     with pytest.raises(ConfigError, match=r"has the columns ingredient, .*; it lacks drift"):
         Penalties(table.drop(columns="drift"))
     with pytest.raises(ConfigError, match="the column amount of a table of penalties holds numbers, got"):
@@ -515,7 +549,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     assert "The first row shards each stage over the 4 machines of its box" in boxes
     assert "\nTo run the best row that does not (every " in boxes
     assert "torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend" in boxes
-    few = [*words, "--per-box", "8", "--inside-mbit-per-s", "1e6", "--memory-gb", "4", "--write", str(tmp_path / "no")]
+    few = [*words, "--per-box", "8", "--inside-mbit-per-s", "1e6", "--memory-gb", "5", "--write", str(tmp_path / "no")]
     assert planner.main(few) == 2
     assert capsys.readouterr().err == f"{tmp_path / 'no'} is not written: all rows that fit are sharded\n"
     assert not (tmp_path / "no").exists()
@@ -530,7 +564,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     monkeypatch.setattr(planner, "measured_penalties", lambda: table)
     for more, code, message in (
         (["--model", "partial_updates/13b"], 2, "no preset named 'partial_updates/13b'; did you mean"),
-        (["--memory-gb", "1"], 1, "nothing fits into 1 GB: the least is "),
+        (["--memory-gb", "1"], 1, "sequences per step would not fit either (--global-batch)"),
         (["--mbit-per-s", "0"], 2, "mbit_per_s must be above 0, got 0.0"),
         (["--latency-ms", "nan"], 2, "latency_ms must be from 0 to 1e+06, got nan"),
         (["--jitter", "1e200"], 2, "jitter must be from 0 to 100, got 1e+200"),
@@ -539,7 +573,10 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
         (["--global-batch", "-8"], 2, "global_batch must be above 0, and finite, got -8"),
         (["--tokens", "inf"], 2, "tokens must be above 0, and finite, got inf"),
         (["--tokens", "-5"], 2, "tokens must be above 0, and finite, got -5"),
-        (["--penalties", "nowhere/penalties.csv"], 2, "penalties.csv is missing"),
+        (["--tokens", "0"], 2, "tokens must be above 0, and finite, got 0"),
+        (["--rows", "0"], 2, "--rows must be at least 1, got 0"),
+        (["--penalties", str(tmp_path)], 2, " is no file: "),
+        (["--penalties", "nowhere/penalties.csv"], 2, "penalties.csv is no file"),
     ):
         with pytest.raises(SystemExit) as stopped:
             planner.main(words + more)
@@ -582,6 +619,17 @@ def test_questions_are_answered_with_sense(name: str, tmp_path: Path) -> None:
         assert first.replicas == 2  # one in each, so that only rounds cross between them
     if name == "seven":
         assert (first.global_batch % 7, abs(first.global_batch - 256) < 32) == (0, True)
+
+
+def test_better_data_parallel_training_is_what_it_computes_or_sends() -> None:
+    """On a fast link it computes all the time; on a slow one it sends 2 bytes of each parameter in a ring."""
+    fast, slow = (planner.overlapped_days(_cluster(rate), JOB) for rate in (1e9, 1.0))
+    flops = training_flops(MODEL, 1, MODEL.seq_len) / MODEL.seq_len * JOB.tokens
+    assert fast == pytest.approx(flops / 8e12 / 86_400)
+    steps = JOB.tokens / (JOB.global_batch * MODEL.seq_len)
+    assert slow == pytest.approx(fast / 3 + steps * 2 * 7 / 8 * 16 * SIZE / 1e6 / 86_400)
+    boxes = dataclasses.replace(_cluster(1.0), per_box=4, inside_mbit_per_s=1e9)
+    assert planner.overlapped_days(boxes, JOB) == pytest.approx(fast / 3 + (slow - fast / 3) * (1 / 2) / (7 / 8))
 
 
 def test_presets_are_planned_on_machines_that_hold_them() -> None:

@@ -14,9 +14,18 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lowcomm.comm.shares import mean_bytes
 from lowcomm.comm.wire import Span
-from lowcomm.cost.footprint import activation_bytes, kept_of_messages, node_bytes, stage_memory
+from lowcomm.cost.footprint import activation_bytes, cast_bytes, kept_of_messages, node_bytes, stage_memory
 from lowcomm.cost.latency import blocking, expected_max, pair_seconds, sigma_of, uneven
-from lowcomm.cost.predict import Links, kinds_of_stage, message_bytes, predict, sent_per_step, stage_flops, turns
+from lowcomm.cost.predict import (
+    Links,
+    kinds_of_stage,
+    message_bytes,
+    predict,
+    sent_per_step,
+    stage_flops,
+    stage_numel,
+    turns,
+)
 from lowcomm.cost.replay import read_traces, replay, window
 from lowcomm.experiment.config import RunConfig
 from lowcomm.experiment.run_folder import RunFolder, read_metrics
@@ -317,6 +326,61 @@ def test_activations_are_about_what_autograd_saves(mlp: str, recompute: bool, st
     logits = 4 * ids.numel() * config.model.vocab_size
     told = activation_bytes(config, stages - 1)
     assert sum(saved.values()) - logits + max(inside, 3 * logits) == pytest.approx(told, rel=0.2)
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype")  # of norms, on a CPU
+def test_weights_are_held_in_bf16_as_well_where_that_is_computed() -> None:
+    """Each matrix once for each micro-batch that waits; tables and scales of norms are not cast."""
+    config = small_run("data_parallel", replicas=1, train={"precision": "bf16"})
+    model, cast = Decoder(config.model).initialise(0), {}
+    shapes = {p.shape for p in model.parameters() if p.ndim == 2}
+
+    def see(x: torch.Tensor) -> torch.Tensor:
+        if x.dtype == torch.bfloat16 and {x.shape, x.mT.shape if x.ndim == 2 else None} & shapes:
+            cast[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            alive.append(x)
+        return x
+
+    ids, alive = torch.randint(0, config.model.vocab_size, (3, 7)), []
+    with (
+        torch.autocast("cpu", torch.bfloat16, cache_enabled=False),
+        torch.autograd.graph.saved_tensors_hooks(see, lambda x: x),
+    ):
+        alive.append(model.losses(ids, ids))
+    assert sum(cast.values()) == cast_bytes(config, 0) > 0
+    assert cast_bytes(small_run("data_parallel", replicas=1), 0) == 0
+    told = {}
+    for recompute in (False, True):
+        train = {"precision": "bf16", "recompute": recompute, "accumulation": 4}
+        pipeline = small_run("data_parallel", replicas=1, stages=2, train=train)
+        told[recompute] = sum(cast_bytes(pipeline, stage) for stage in (0, 1))
+    assert told[False] == 4 * cast_bytes(config, 0)  # all micro-batches have gone forward
+    assert 0 < told[True] < cast_bytes(config, 0)
+
+
+def test_an_exchange_that_is_waited_for_has_a_message_and_a_mean() -> None:
+    """Where that is more than activations, which are gone by then; with overlap a fragment is on its way."""
+    small = {"replicas": 2, "train": {"seq_len": 2, "global_batch": 2}}
+    told = {}
+    for tau in (0, 1):
+        config = small_run("diloco_m2", **small, method={"overlap_steps": [tau], "sync_every_steps": 4})
+        held, numel = stage_memory(config, 0).on_device, stage_numel(config, 0)
+        told[tau] = (node_bytes(config) - held) / (4 * numel)
+        assert activation_bytes(config, 0) < 8 * numel
+    assert told[0] == 2.0
+    assert 1.0 < told[1] == 1.0 + activation_bytes(config, 0) / (4 * numel)
+
+
+def test_each_boundary_of_a_pipeline_may_have_a_link_of_its_own() -> None:
+    config, compute = small_run("data_parallel", replicas=1, stages=3, model={"layers": 3}), [(1e-3, 2e-3)] * 3
+    slow, fast = Links(0.1, latency_ms=5), Links(1e6)
+    alike, one, none = (
+        float(predict(config, compute, slow, within).step_seconds) for within in (None, [fast, slow], [fast, fast])
+    )
+    assert alike == float(predict(config, compute, slow, [slow, slow]).step_seconds)
+    assert none < one < alike
+    with pytest.raises(ValueError, match="1 links within a replica for 3 stages: one for each of its boundaries"):
+        predict(config, compute, slow, [fast])
 
 
 def test_flops_of_stages_are_those_of_the_whole() -> None:

@@ -1,7 +1,7 @@
 """The memory that a machine needs for a run, from its configuration alone.
 
 Everything is counted in fp32, as `trainer` keeps it; under bf16 autocast activations take less, and weights once more
-in bf16 while a step goes on.
+in bf16 (`cast_bytes`).
 
 Of activations this says what is alive at the worst moment of a step in GPipe's order: all micro-batches have gone
 forward, none has come back. It is close, not exact: tests hold it within a fifth of what autograd saves.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 
 import torch
 
@@ -106,17 +107,38 @@ def kept_of_messages(config: RunConfig, stage: int) -> int:
     return config.train.accumulation * each * ((stage < config.stages - 1) + (stage > 0))
 
 
+def cast_bytes(config: RunConfig, stage: int) -> int:
+    """Count the weights in bf16 that a step under autocast holds at a stage; 0 without it.
+
+    Those of all matrices, once for each micro-batch whose backward pass is still to come; with `train.recompute` those
+    of a block, or of the head, at a time.
+    """
+    c, t = config.model, config.train
+    if t.precision != "bf16":
+        return 0
+    parts: collections.Counter[str] = collections.Counter()  # by block, or head
+    for name, shape in parameter_shapes(c, stage=stage, stages=config.stages).items():
+        if len(shape) == 2 and not name.startswith("embedding."):
+            parts[name.rpartition(".attention.")[0] or name.rpartition(".mlp.")[0] or name] += math.prod(shape)
+    if t.recompute:
+        return 2 * max(parts.values())
+    return 2 * parts.total() * (t.accumulation if config.stages > 1 else 1)
+
+
 def node_bytes(config: RunConfig) -> int:
-    """Memory of the machine that holds most: weights, gradients, optimizer and outer state, and the larger of
-    activations and the copy of all gradients that is averaged; a fragment on its way; errors of messages that are kept;
-    and a subspace's tables."""
+    """Memory of the machine that holds most: weights, gradients, optimizer and outer state; the largest of activations,
+    the copy of all gradients that is averaged, and what an exchange that is waited for has (a message of a fragment and
+    the mean that comes back); a fragment on its way; weights in bf16; errors of messages that are
+    kept; and a subspace's tables."""
     most, m = 0, config.method
     for stage in kinds_of_stage(config):
-        copy = 4 * stage_numel(config, stage) * (m.exchange == "gradients" and config.replicas > 1)
-        held = stage_memory(config, stage).on_device + max(activation_bytes(config, stage), copy)
-        held += kept_of_messages(config, stage)
-        if config.exchanges_parameters and max(m.overlap_steps) > 0:
-            held += 4 * max(f.numel for f in config.plan(stage).fragments)
+        numel, waited, under_way = stage_numel(config, stage), 0, 0
+        if config.exchanges_parameters:
+            fragment = 4 * max(f.numel for f in config.plan(stage).fragments)
+            waited, under_way = (0, fragment) if max(m.overlap_steps) > 0 else (2 * fragment, 0)
+        copy = 4 * numel * (m.exchange == "gradients" and config.replicas > 1)
+        held = stage_memory(config, stage).on_device + max(activation_bytes(config, stage), copy, waited) + under_way
+        held += kept_of_messages(config, stage) + cast_bytes(config, stage)
         most = max(most, held)
     if config.constraint is not None:
         tables = overhead_bytes(config.model, m.boundary)

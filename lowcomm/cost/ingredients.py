@@ -10,7 +10,11 @@ is nearest to what is asked, in the product of the factors of replicas, amount a
   a `drift` for each factor of e: by as much as its slope is uncertain;
 - between amounts, and between numbers of replicas, it lies on the line in their logarithm; beyond them it goes on as
   the line from the first to the last, but does not fall. Amounts begin where nothing is paid for them: at H = 30 (of
-  which "local updates" speak), at one slice, at the whole stream.
+  which "local updates" speak), at one slice, at the whole stream. Where one number of replicas was measured, the
+  deviation grows with the distance to it, for each factor of e by as much as ingredients other than local updates
+  change with that number where several were measured (the median of their slopes);
+- where the source that is next is nearly as near, the two should agree: half of their difference is added to the
+  deviation, times the square of the ratio of their distances.
 
 `extrapolated` says how far away the run is that is nearest: the largest of its factors. That a sum of penalties is not
 the penalty of the whole is measured too (the ingredient "composed") and widens the deviation of methods of several
@@ -24,6 +28,7 @@ from __future__ import annotations
 
 import functools
 import math
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -131,6 +136,8 @@ class Method:
         )
 
 
+#: Ingredients that are the same however many replicas there are.
+OF_NO_REPLICAS = ("subspace", "projection", "Muon")
 #: Amounts at which there is nothing to pay for.
 NO_PENALTY = {"rounds": 30.0, "slices": 1.0, "subspace": 1.0}
 
@@ -198,16 +205,17 @@ class Penalties:
         if (again := table[table.duplicated(key)]).size:
             raise ConfigError(f"a table of penalties has one row of each kind, got two of {list(again.iloc[0][key])}")
         for row in table.sort_values(["replicas", "amount", "parameters"]).itertuples():
-            if not (row.replicas >= 1 and row.parameters > 0 and row.amount > 0 and min(row.deviation, row.drift) >= 0):
-                needs = "replicas, amount, parameters, a deviation and a drift"
+            positive = row.replicas >= 1 and row.parameters > 0 and row.amount > 0
+            if not (positive and min(row.deviation, row.drift) >= 0 and math.isfinite(row.log_ratio)):
+                needs = "replicas, amount, parameters, a log_ratio, a deviation and a drift"
                 raise ConfigError(f"a penalty needs {needs}, got {row._asdict()}")
             self._sources.setdefault(row.ingredient, {}).setdefault(row.source, []).append(row)
 
     @classmethod
     def read(cls, path: Path) -> Penalties:
         """Read the penalties of a file (`planner.measured_penalties`). Raises ConfigError where there is none."""
-        if not path.exists():
-            raise ConfigError(f"{path} is missing: `dvc repro results/ladder/dvc.yaml` writes it")
+        if not path.is_file():
+            raise ConfigError(f"{path} is no file: `dvc repro results/ladder/dvc.yaml` writes it")
         return cls(pd.read_csv(path))
 
     def one(self, ingredient: str, amount: float, replicas: float, parameters: float) -> Penalty:
@@ -218,7 +226,7 @@ class Penalties:
         if ingredient not in self._sources:
             raise ConfigError(f"nothing has measured {ingredient}")
         asked = {"amount": amount, "parameters": parameters, "replicas": replicas}
-        if ingredient in ("subspace", "projection", "Muon"):  # the same however many replicas there are
+        if ingredient in OF_NO_REPLICAS:
             del asked["replicas"]
         apart = {
             source: min(
@@ -226,7 +234,18 @@ class Penalties:
             )
             for source, rows in self._sources[ingredient].items()
         }
-        source = min(apart, key=lambda source: sum(apart[source]))
+        source, *others = sorted(apart, key=lambda source: sum(apart[source]))
+        value, deviation = self._of_source(ingredient, source, amount, replicas, parameters)
+        if others:
+            other, _ = self._of_source(ingredient, others[0], amount, replicas, parameters)
+            near, far = sum(apart[source]), sum(apart[others[0]])
+            deviation = math.hypot(deviation, (near / far) ** 2 * (other - value) / 2 if far else 0.0)
+        return Penalty(value, deviation, math.exp(max(apart[source])), source)
+
+    def _of_source(
+        self, ingredient: str, source: str, amount: float, replicas: float, parameters: float
+    ) -> tuple[float, float]:
+        """Return what one source says of an ingredient: (log_ratio, deviation)."""
 
         def at_amount(rows: list[Any]) -> tuple[float, float]:
             points = [(there, *_at_size(some, parameters)) for there, some in _split(rows, "amount")]
@@ -235,8 +254,29 @@ class Penalties:
             return _rising(sorted(points), amount)
 
         rows = self._sources[ingredient][source]
-        value, deviation = _rising([(there, *at_amount(some)) for there, some in _split(rows, "replicas")], replicas)
-        return Penalty(value, deviation, math.exp(max(apart[source])), source)
+        points = [(there, *at_amount(some)) for there, some in _split(rows, "replicas")]
+        value, deviation = _rising(points, replicas)
+        if len(points) == 1 and ingredient not in OF_NO_REPLICAS:
+            deviation = math.hypot(deviation, self._per_replicas * math.log(replicas / points[0][0]))
+        return value, deviation
+
+    @functools.cached_property
+    def _per_replicas(self) -> float:
+        """By how much ingredients change for each factor of e in replicas, where one source has several numbers.
+
+        The median over runs of one size and amount, from the fewest replicas to the most, of what is added to local
+        updates.
+        """
+        slopes = []
+        for ingredient, sources in self._sources.items():
+            for rows in sources.values() if ingredient != "local updates" else ():
+                for _, some in _split(rows, "amount"):
+                    for _, alike in _split(some, "parameters"):
+                        first, last = (end(alike, key=lambda row: row.replicas) for end in (min, max))
+                        if last.replicas > first.replicas:
+                            change = abs(last.log_ratio - first.log_ratio)
+                            slopes.append(change / math.log(last.replicas / first.replicas))
+        return statistics.median(slopes) if slopes else 0.0
 
     def knows(self, method: Method, stages: int) -> bool:
         """Tell whether all ingredients of a method have been measured, and slices at least as thin.

@@ -1,4 +1,4 @@
-"""Which method to use: every feasible configuration of a cluster, what it takes and what our runs say of its loss.
+"""Which method to use: every feasible configuration of a cluster, what it takes and what runs say of its loss.
 
     lowcomm plan --nodes 8 --memory-gb 24 --mbit-per-s 100 --latency-ms 40 --model partial_updates/1.3b
 
@@ -34,10 +34,13 @@ from lowcomm.cost.ingredients import Method, Penalties, Penalty
 from lowcomm.cost.predict import Links, kinds_of_stage, predict, sent_per_step, stage_flops, stage_numel
 from lowcomm.cost.tables import markdown, si_bytes
 from lowcomm.experiment.config import DataConfig, RunConfig, TrainConfig
-from lowcomm.model.accounting import parameters
+from lowcomm.model.accounting import parameters, training_flops
 from lowcomm.model.config import ModelConfig
 from lowcomm.model.presets import PRESETS
 from lowcomm.settings import ConfigError, build, nearest
+
+#: Rounds that a run must have room for; steps, where there are no rounds.
+FEWEST_ROUNDS = 10
 
 
 @dataclass(frozen=True)
@@ -80,15 +83,22 @@ class Cluster:
         slow = math.ceil(self.slow / (self.nodes // replicas))
         return [1.0] * (replicas - slow) + [self.slow_speed] * slow
 
-    def links_of(self, width: int, stages: int) -> tuple[Links, Links]:
-        """Return the links between replicas, and those between the stages of one, for shards of `width` machines."""
+    def links_of(self, width: int, stages: int) -> tuple[Links, list[Links]]:
+        """Return the links between replicas, and that of each boundary of one, for shards of `width` machines.
+
+        Stages stand in boxes in their order. Where a box's last stage is not the last of a replica, its boundary has
+        the box's link for itself; where boxes do not begin with the same stage, each boundary has a shard's part of it.
+        """
         if self.per_box == 1:
-            return self.links, self.links
+            return self.links, [self.links] * (stages - 1)
         inside = Links(self.inside_mbit_per_s, stragglers=self.links.stragglers)
         shards = self.per_box // width  # of a box, which share its link to the others
         shared = replace(self.links, mbit_per_s=self.links.mbit_per_s / shards)
-        alone = self.nodes == self.per_box
-        return (inside if alone else shared), (inside if alone or shards % stages == 0 else shared)
+        if self.nodes == self.per_box:
+            return inside, [inside] * (stages - 1)
+        if shards % stages and stages % shards:
+            return shared, [shared] * (stages - 1)
+        return shared, [inside if after % shards else self.links for after in range(1, stages)]
 
 
 @dataclass(frozen=True)
@@ -103,6 +113,8 @@ class Job:
         for name in ("tokens", "global_batch"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be above 0, and finite, got {getattr(self, name)}")
+        if self.tokens < (least := FEWEST_ROUNDS * self.global_batch * self.model.seq_len):
+            raise ValueError(f"tokens must be {FEWEST_ROUNDS} steps' or more, {least:,}, got {self.tokens:g}")
 
     def batch(self, replicas: int) -> int:
         """Return the multiple of the replicas that is nearest to the batch.
@@ -122,8 +134,6 @@ class Job:
 ROUNDS, SLICES, RATIOS, PROJECTED = (30, 100, 300, 1000), (1, 2, 4, 8), (1, 8, 100), 12
 #: Muon's rate to begin tuning with.
 MUON_LR = 0.02
-#: Rounds that a run must have room for.
-FEWEST_ROUNDS = 10
 
 
 def methods(replicas: int, stages: int) -> Iterator[Method]:
@@ -159,7 +169,7 @@ def run_of(
     batch = job.batch(replicas * width)
     mine = batch // replicas // width
     steps = max(1, round(job.tokens / (batch * job.model.seq_len)))
-    if method.sync_every_steps > ROUNDS[0] and steps < FEWEST_ROUNDS * method.sync_every_steps:
+    if steps < FEWEST_ROUNDS * method.sync_every_steps:
         raise ConfigError(f"{steps} steps are fewer than {FEWEST_ROUNDS} rounds of {method.sync_every_steps}")
     most = mine if stages == 1 else 8 * stages  # of a pipeline's bubble there is little left then
     train = TrainConfig(
@@ -198,9 +208,9 @@ def plan(cluster: Cluster, job: Job, penalties: Penalties) -> pd.DataFrame:
 
     Columns: method, its ingredients (as `Method`), replicas, stages, width, global_batch, micro_batches, recompute,
     step_seconds, utilisation, bytes_per_token (of all machines, by both axes), memory_gb, days, cost, loss_percent (the
-    penalty), loss_deviation, extrapolated, days_to_equal_loss (and _low, _high), front (whether no other is both faster
-    and better at equal tokens). Empty where nothing fits; then `attrs["least"]` has the row that needs least memory.
-    Raises ConfigError where there is nothing to fit.
+    penalty), loss_deviation, extrapolated, days_to_equal_loss (and _low, _high), front (`known_front`). Empty where
+    nothing fits; then `attrs["least"]` has the row that needs least memory. Raises ConfigError where there is nothing
+    to fit.
     """
     rows, least, refused, numel = [], None, ConfigError("no grid of replicas and stages"), parameters(job.model).total
     for width, replicas, stages in grids(cluster, job.model.layers):
@@ -227,7 +237,7 @@ def plan(cluster: Cluster, job: Job, penalties: Penalties) -> pd.DataFrame:
     if table.empty:
         table.attrs["least"] = _row(*least[1])
         return table
-    table["front"] = front(table.days, table.loss_percent)
+    table["front"] = known_front(table)
     order = ["days_to_equal_loss_high", "days_to_equal_loss", "days"]
     return table.sort_values(order, kind="stable").reset_index(drop=True)
 
@@ -302,10 +312,38 @@ def _row(
     }
 
 
+def overlapped_days(cluster: Cluster, job: Job) -> float:
+    """Return the days that data-parallel training takes at least if its gradients travel while it computes.
+
+    They do so in bf16, in a ring of the machines, or of the boxes, during the backward pass, as PyTorch's
+    DistributedDataParallel with its hook can send them; memory is not asked, nor latency. Rows of `plan` send them in
+    fp32 and after the backward pass, as `lowcomm train` does.
+    """
+    flops = training_flops(job.model, 1, job.model.seq_len) * job.global_batch
+    computing = flops / (cluster.nodes * cluster.tflops * 1e12) / (cluster.slow_speed if cluster.slow else 1.0)
+    met, rate = cluster.nodes // cluster.per_box, cluster.links.mbit_per_s
+    if met == 1:
+        met, rate = cluster.nodes, cluster.inside_mbit_per_s
+    sending = 16 * parameters(job.model).total * 2 * (met - 1) / met / (float(rate) * 1e6)
+    steps = job.tokens / (job.global_batch * job.model.seq_len)
+    return max(computing, computing / 3 + sending) * steps / 86_400
+
+
 def front(days: Sequence[float], loss: Sequence[float]) -> list[bool]:
     """Tell of each point whether no other is at least as good in both and better in one."""
     points = list(zip(days, loss, strict=True))
     return [not any((d <= x and v < y) or (d < x and v <= y) for d, v in points) for x, y in points]
+
+
+def known_front(table: pd.DataFrame) -> pd.Series:
+    """Tell of each row whether no other is both faster and better at equal tokens.
+
+    Of those that reach the loss of data-parallel training at one deviation above their likely loss: else what is hardly
+    known would stand before what is.
+    """
+    known = table[table.days_to_equal_loss_high < math.inf]
+    on = pd.Series(front(list(known.days), list(known.loss_percent)), index=known.index, dtype=bool)
+    return on.reindex(table.index, fill_value=False)
 
 
 #: What the field has added since the four papers, by its column: the name in `Penalties`.
@@ -320,18 +358,21 @@ SINCE = {
 
 
 def moves_front(table: pd.DataFrame) -> list[str]:
-    """Say of each ingredient that is newer than the four papers what the front would be without it."""
+    """Say of each ingredient that is newer than the four papers what the best row would be without it.
+
+    Best is what takes the fewest days to equal loss at the high end, as in the table.
+    """
     told = []
     for column, name in SINCE.items():
         having, rest = table[table[column]], table[~table[column]]
         if having.empty:
             told.append(f"{name}: in no row (not measured, or refused with all that fits)")
             continue
-        count, best = int(having.front.sum()), table.days_to_equal_loss.min()
+        count, best = int(having.front.sum()), table.days_to_equal_loss_high.min()
         if not count:
             told.append(f"{name}: not on the front")
             continue
-        without = rest.days_to_equal_loss.min() if len(rest) else math.inf
+        without = rest.days_to_equal_loss_high.min() if len(rest) else math.inf
         times = "as many" if without == best else f"{without / best:.3g} times the"
         told.append(
             f"{name}: in {count} of {int(table.front.sum())} rows on the front; {times} days to equal loss without it"
@@ -389,6 +430,8 @@ def measured_penalties() -> Path:
     return checkout if checkout.exists() else Path(sys.prefix) / "share" / "lowcomm" / inner.name
 
 
+#: Tokens per parameter of the runs that penalties come from: of the least and of the most (NoLoCo's 6.8B and 125M).
+MEASURED = (7.4, 100.0)
 COLUMNS = """
 replicas x stages of n: each stage of each replica is sharded over n machines of a box (FSDP).
 batch: sequences per step; what was asked for, rounded to a multiple of the replicas. utilisation: the share of a step
@@ -398,7 +441,8 @@ of seeds, of fits, and of how far such a sum has missed a composed run. extrapol
 asked (replicas, H, slices, share of the stream, parameters) and the run that was nearest. days to equal loss: with the
 tokens that make up for that loss, by a law with a floor; "never" where none do; in brackets at one deviation less and
 more, by the latter of which rows are in order. front: * where nothing else is both
-faster and better.
+faster and better, of rows that reach that loss at one deviation more. GB per node: pipelines hold the activations of
+all micro-batches of a step (GPipe).
 Times are lower bounds: packets' headers, TCP's slow start and what is sent again are not counted."""
 UNEQUAL = """\
 Slow machines: whole models that train by local updates take fewer inner steps of a round there and weigh less in the
@@ -540,9 +584,9 @@ def arguments() -> argparse.ArgumentParser:
         help="a preset (partial_updates/1.3b), a folder with a Hugging Face config.json, or dim=512,layers=8,...",
     )
     ask.add_argument("--seq-len", type=int, default=0, help="of training sequences (default: the model's)")
-    number("--tokens", default=0.0, help="default: 20 per parameter")
+    number("--tokens", help="default: 20 per parameter")
     ask.add_argument("--global-batch", type=int, default=256, help="sequences, about (default: %(default)s)")
-    ask.add_argument("--penalties", type=Path, help="what methods cost in loss (default: as measured at laptop scale)")
+    ask.add_argument("--penalties", type=Path, help="what methods cost in loss (default: as runs measured it)")
     ask.add_argument("--rows", type=int, default=12, help="shown at most (default: %(default)s)")
     ask.add_argument(
         "--write", type=Path, metavar="FOLDER", help="make a project that trains the first row without shards"
@@ -558,12 +602,15 @@ def asked_by(given: argparse.Namespace) -> tuple[Cluster, Job]:
         given.nodes, given.memory_gb, given.tflops, links, given.price, *inside, given.slow, given.slow_speed
     )
     model = model_of(given.model, given.seq_len)
-    return cluster, Job(model, given.tokens or 20 * parameters(model).total, given.global_batch)
+    tokens = 20 * parameters(model).total if given.tokens is None else given.tokens
+    return cluster, Job(model, tokens, given.global_batch)
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """The command."""
     given = (ask := arguments()).parse_args(words)
+    if given.rows < 1:
+        ask.exit(2, f"--rows must be at least 1, got {given.rows}\n")
     try:
         cluster, job = asked_by(given)
         penalties = Penalties.read(given.penalties or measured_penalties())
@@ -577,16 +624,23 @@ def main(words: Sequence[str] | None = None) -> int:
             1,
             f"nothing fits into {given.memory_gb:g} GB: the least is {least['memory_gb']:.3g} GB, of {least['method']}"
             f" on {shown(pd.DataFrame([least | {'front': False}]))['replicas x stages'][0]} (replicas x stages),"
-            f" {least['memory_gb'] - given.memory_gb:.3g} GB more\n",
+            f" {least['memory_gb'] - given.memory_gb:.3g} GB more{_if_smaller(cluster, job, penalties)}\n",
         )
     best = table.index < given.rows
     hidden = f", {(table.front & ~best).sum()} on the front not shown (--rows)" if (table.front & ~best).any() else ""
     print(f"{len(table)} configurations fit; the best {best.sum()} of them{hidden}:\n")
     print(markdown(shown(table[best])))
     print(COLUMNS)
-    print("\nNewer than the four papers:\n" + "\n".join(f"- {line}" for line in moves_front(table)))
+    print(_overlapped(table, overlapped_days(cluster, job)))
+    print("\nNewer than the four papers, by days at the high end:")
+    print("\n".join(f"- {line}" for line in moves_front(table)))
     if cluster.slow:
         print(UNEQUAL)
+    if not MEASURED[0] <= (ratio := job.tokens / parameters(job.model).total) <= MEASURED[1]:
+        print(
+            f"{ratio:.3g} tokens per parameter are asked; losses were measured with {MEASURED[0]:g} to {MEASURED[1]:g},"
+            " and nothing here says how they change beyond."
+        )
     first = next(table.itertuples())
     asked = method_of(first), first.replicas, first.stages
     if parts := penalties.parts(*asked, parameters(job.model).total):
@@ -598,6 +652,23 @@ def main(words: Sequence[str] | None = None) -> int:
                 f"Such a sum said {told[0]} of {count} ingredients at {size:,.0f} parameters, a run of all {told[1]}."
             )
     return _how_to_run(table, cluster, job, given.write)
+
+
+def _if_smaller(cluster: Cluster, job: Job, penalties: Penalties) -> str:
+    """Say, where nothing fits, whether the smallest batch would."""
+    if job.global_batch <= cluster.nodes:
+        return ""
+    fits = not plan(cluster, replace(job, global_batch=cluster.nodes), penalties).empty
+    return f"; {cluster.nodes} sequences per step {'would fit' if fits else 'would not fit either'} (--global-batch)"
+
+
+def _overlapped(table: pd.DataFrame, days: float) -> str:
+    """Say what data-parallel training takes where gradients are sent better than in the rows of a plan."""
+    than = "sooner than any row reaches that loss" if days < table.days_to_equal_loss_high.min() else "at least"
+    return (
+        "Rows of gradients send them in fp32 after the backward pass, as `lowcomm train` does. In bf16 and during the"
+        f"\nbackward pass, as PyTorch's DDP can, data-parallel training takes {days:.3g} days, {than}, where it fits."
+    )
 
 
 def _how_to_run(table: pd.DataFrame, cluster: Cluster, job: Job, folder: Path | None) -> int:

@@ -96,9 +96,9 @@ def stage_flops(config: RunConfig) -> list[tuple[float, float]]:
 
 
 def message_bytes(config: RunConfig, replica: int = 0) -> tuple[int, int]:
-    """Bytes of a micro-batch's activations and of their gradients at a boundary of a replica.
+    """Bytes of a micro-batch's activations and of their gradients at a boundary of a replica, in the boundary's codec.
 
-    Under bf16 autocast activations are sent in fp32 all the same, as `boundary` computes in it.
+    That is fp32 unless it is named, under bf16 autocast as well.
     """
     boundary = make_boundary(config.method.boundary.of_replica(replica), config.model)
     tokens = config.local_batch // config.train.accumulation * config.train.seq_len
@@ -198,13 +198,13 @@ def predict(
     config: RunConfig,
     compute: Sequence[tuple[float, float]],
     links: Links,
-    within: Links | None = None,
+    within: Links | Sequence[Links] | None = None,
     speeds: Sequence[float] | None = None,
 ) -> Prediction:
     """How long a step takes.
 
     compute: seconds (forward, backward) of a micro-batch at each stage, e.g. `stage_flops` over a machine's FLOP/s.
-    links: between replicas; and between the stages of one, unless `within` has others.
+    links: between replicas; and between the stages of one, unless `within` has others, for all boundaries or for each.
     speeds: of each replica, as a share of that. All wait for the slowest, but where whole models train by local
     updates: there each takes as many inner steps from one turn of a fragment to the next as leave nobody waiting, and
     one or more (`lowcomm.methods.elastic`).
@@ -229,22 +229,26 @@ def predict(
         raise ValueError("what FSDP2 sends is not predicted: method.exchange = fsdp")
     if len(compute) != stages:
         raise ValueError(f"{len(compute)} stages' seconds for {stages} stages")
-    within = links if within is None else within
-    bits_per_second, bits_within = (_numbers(ls.mbit_per_s) * 1e6 for ls in (links, within))
+    within = [within or links] * (stages - 1) if within is None or isinstance(within, Links) else list(within)
+    if len(within) != stages - 1:
+        raise ValueError(f"{len(within)} links within a replica for {stages} stages: one for each of its boundaries")
+    bits_per_second, bits_within = _numbers(links.mbit_per_s) * 1e6, [_numbers(b.mbit_per_s) * 1e6 for b in within]
     latency, jitter = links.latency_ms / 1e3, sigma_of(links.jitter)
     longer = _uneven(config, links.stragglers)
     forward, backward = (tuple(seconds * longer for seconds in way) for way in zip(*compute, strict=True))
     if stages == 1:
         step: Seconds = _zeros(bits_per_second) + (forward[0] + backward[0]) * t.accumulation
     else:
-        activations, gradients = (8 * nbytes / bits_within for nbytes in message_bytes(config))
-        wires = ((seconds,) * (stages - 1) for seconds in (activations, gradients, within.latency_ms / 1e3))
-        step = (_once if isinstance(bits_within, float) else gpipe_step)(
-            Stages(forward, backward, *wires), t.accumulation
-        )
-        step = step + 2 * within.latency_ms / 1e3 * expected_max(stages, sigma_of(within.jitter))  # the gradient norm
+        activations, gradients = (tuple(8 * nbytes / bits for bits in bits_within) for nbytes in message_bytes(config))
+        pipeline = Stages(forward, backward, activations, gradients, tuple(b.latency_ms / 1e3 for b in within))
+        is_number = all(isinstance(bits, float) for bits in bits_within)
+        step = (_once if is_number else gpipe_step)(pipeline, t.accumulation)
+        slowest = max(within, key=lambda b: b.latency_ms)
+        step = step + 2 * slowest.latency_ms / 1e3 * expected_max(stages, sigma_of(slowest.jitter))  # the gradient norm
     among, own = _moved_bytes(config)
-    step = step + 8 * (among / bits_per_second + own / bits_within)
+    step = step + 8 * among / bits_per_second
+    if own:
+        step = step + 8 * own / functools.reduce(np.minimum, bits_within)
     wait = latency * expected_max(_met(config), jitter)
     if m.exchange == "gradients" and config.replicas > 1:
         numel = max(stage_numel(config, stage) for stage in kinds_of_stage(config))

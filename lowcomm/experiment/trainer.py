@@ -186,7 +186,13 @@ class Trainer:
             )
 
     def _autocast(self) -> torch.autocast:
-        return torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.config.train.precision == "bf16")
+        """Return the context of a micro-batch's forward pass.
+
+        It has no cache: no weight is used twice in it, and a cache would keep all weights in bf16 to its end, also
+        where blocks are computed again.
+        """
+        is_on = self.config.train.precision == "bf16"
+        return torch.autocast(self.world.device.type, torch.bfloat16, enabled=is_on, cache_enabled=False)
 
     def step(self, step: int, *, before: int | None = None) -> dict[str, Any]:
         """One inner step, and whatever exchange the engine does after it. Returns a metrics row.
