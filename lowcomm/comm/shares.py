@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, Protocol
@@ -41,6 +42,7 @@ def block_shares(numel: int, block: int, ranks: int) -> list[tuple[int, int]]:
 Section = tuple[int, Sequence[int]]
 
 
+@functools.lru_cache(maxsize=4096)  # each of many members asks
 def encoded_mean_in_shares(numel: int, codec: Encoding, ranks: int, owners: int | None = None) -> bool:
     """Tell whether a mean sends fewer bytes if each owner sums a share of the values and then shares the sum in fp32.
 
@@ -51,8 +53,15 @@ def encoded_mean_in_shares(numel: int, codec: Encoding, ranks: int, owners: int 
     owners = ranks if owners is None else owners
     if codec.block == 0 or owners == 0:
         return False
-    encoded = sum(codec.nbytes(end - begin) for begin, end in block_shares(numel, codec.block, owners))
+    encoded = sum(_encoded_shares(numel, codec, owners)[1])
     return (owners - 1) * encoded + 4 * (ranks - 1) * numel < owners * (ranks - 1) * codec.nbytes(numel)
+
+
+@functools.lru_cache(maxsize=1024)
+def _encoded_shares(numel: int, codec: Encoding, owners: int) -> tuple[list[int], list[int]]:
+    """Return of each owner's share the number of values, and the bytes that they take encoded."""
+    sizes = [end - begin for begin, end in block_shares(numel, codec.block, owners)]
+    return sizes, [codec.nbytes(size) for size in sizes]
 
 
 def encoded_mean_bytes(numel: int, codec: Encoding, ranks: int, rank: int = 0) -> int:
@@ -73,9 +82,9 @@ def owned_mean_bytes(sections: Sequence[Section], codec: Encoding, ranks: int, r
         if rank not in owners:
             continue
         if encoded_mean_in_shares(numel, codec, ranks, len(owners)):
-            sizes = [end - begin for begin, end in block_shares(numel, codec.block, len(owners))]
+            sizes, nbytes = _encoded_shares(numel, codec, len(owners))
             mine = list(owners).index(rank)
-            sent += sum(codec.nbytes(size) for i, size in enumerate(sizes) if i != mine) + (ranks - 1) * 4 * sizes[mine]
+            sent += sum(nbytes) - nbytes[mine] + (ranks - 1) * 4 * sizes[mine]
         else:
             sent += (ranks - 1) * codec.nbytes(numel)
     return sent

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import math
 
 import torch
@@ -24,7 +25,7 @@ from lowcomm.methods.partial import pieces
 from lowcomm.methods.plan import Plan
 from lowcomm.methods.subspace import moments_in_means, overhead_bytes
 from lowcomm.model.accounting import MemoryCount, memory, parameter_shapes, parameters, trained_parameters
-from lowcomm.model.config import stage_layers
+from lowcomm.model.config import ModelConfig, stage_layers
 
 
 def stage_memory(config: RunConfig, stage: int) -> MemoryCount:
@@ -47,7 +48,7 @@ def stage_memory(config: RunConfig, stage: int) -> MemoryCount:
     inner = choose(InnerOptimizer, config.train.optimizer, "train.optimizer")
     shapes = parameter_shapes(c, stage=stage, stages=config.stages)
     fewer = inner.fewer_moments(shapes)
-    if inner.moments > 1 and not m.boundary.replicas:  # else some replicas have no means
+    if inner.moments > 1 and config.constraint is not None and not m.boundary.replicas:  # else some have no means
         mine = (p for p in pieces(shapes, m.sliced, m.slices, c.layers) if p.owner in (None, 0))
         fewer += moments_in_means(c, m.boundary, ((piece.parameter, piece.numel) for piece in mine))
     return memory(
@@ -113,16 +114,21 @@ def cast_bytes(config: RunConfig, stage: int) -> int:
     Those of all matrices, once for each micro-batch whose backward pass is still to come; with `train.recompute` those
     of a block, or of the head, at a time.
     """
-    c, t = config.model, config.train
+    t = config.train
     if t.precision != "bf16":
         return 0
-    parts: collections.Counter[str] = collections.Counter()  # by block, or head
-    for name, shape in parameter_shapes(c, stage=stage, stages=config.stages).items():
+    largest, whole = _matrices(config.model, stage, config.stages)
+    return 2 * (largest if t.recompute else whole * (t.accumulation if config.stages > 1 else 1))
+
+
+@functools.lru_cache(maxsize=256)
+def _matrices(c: ModelConfig, stage: int, stages: int) -> tuple[int, int]:
+    """Return the values of a stage's matrices: (of the block, or the head, that has most, of all)."""
+    parts: collections.Counter[str] = collections.Counter()
+    for name, shape in parameter_shapes(c, stage=stage, stages=stages).items():
         if len(shape) == 2 and not name.startswith("embedding."):
             parts[name.rpartition(".attention.")[0] or name.rpartition(".mlp.")[0] or name] += math.prod(shape)
-    if t.recompute:
-        return 2 * max(parts.values())
-    return 2 * parts.total() * (t.accumulation if config.stages > 1 else 1)
+    return max(parts.values()), parts.total()
 
 
 def node_bytes(config: RunConfig) -> int:

@@ -196,6 +196,7 @@ class Penalties:
     def __init__(self, table: pd.DataFrame, law: Law | None = None):
         self.law = law or Law()
         self._sources: dict[str, dict[str, list[Any]]] = {}  # of each ingredient
+        self._told: dict[tuple[str, float, float, float], Penalty] = {}  # what has been asked, as methods ask it again
         if lacking := [column for column in COLUMNS if column not in table]:
             raise ConfigError(f"a table of penalties has the columns {', '.join(COLUMNS)}; it lacks {lacking[0]}")
         for name in (*_ASKED, *_MEASURED):
@@ -223,6 +224,12 @@ class Penalties:
 
         Raises ConfigError where nothing has measured it.
         """
+        question = ingredient, amount, replicas, parameters
+        if question not in self._told:
+            self._told[question] = self._one(*question)
+        return self._told[question]
+
+    def _one(self, ingredient: str, amount: float, replicas: float, parameters: float) -> Penalty:
         if ingredient not in self._sources:
             raise ConfigError(f"nothing has measured {ingredient}")
         asked = {"amount": amount, "parameters": parameters, "replicas": replicas}

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -70,6 +71,13 @@ class Turn:
 
 def check_method(method: MethodConfig, replicas: int) -> None:
     """Raise ConfigError where the settings of a method do not go together, whatever the model."""
+    try:
+        _check_once(method, replicas)
+    except TypeError:  # settings with a list among them, which cannot be remembered
+        _check(method, replicas)
+
+
+def _check(method: MethodConfig, replicas: int) -> None:
     build(MethodConfig, dataclasses.asdict(method), "method")  # refuses a value that is not of its kind
     check_bounds("method", method)
     defaults = MethodConfig(method.exchange)
@@ -93,6 +101,10 @@ def check_method(method: MethodConfig, replicas: int) -> None:
                 f"method.overlap_steps = {tau} must be at least 0 and below sync_every_steps ="
                 f" {method.sync_every_steps}: a fragment is back before it is sent again"
             )
+
+
+#: Each stage of each run that is planned has the same few methods.
+_check_once = functools.lru_cache(maxsize=1024)(_check)
 
 
 def _points(method: MethodConfig) -> dict[str, Points]:

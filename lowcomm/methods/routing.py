@@ -5,6 +5,7 @@ Nothing is communicated: a draw is a pure function of the seed and of what it is
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,8 +14,9 @@ import numpy as np
 _GROUPS, _ROUTES, _SLICES = 1, 2, 3
 
 
-def _permutation(count: int, *key: int) -> list[int]:
-    return np.random.default_rng(key).permutation(count).tolist()
+@functools.lru_cache(maxsize=256)  # each replica asks
+def _permutation(count: int, *key: int) -> tuple[int, ...]:
+    return tuple(np.random.default_rng(key).permutation(count).tolist())
 
 
 def groups(

@@ -42,6 +42,13 @@ def parameter_shapes(
     c: ModelConfig, constraint: Constraint | None = None, *, stage: int = 0, stages: int = 1
 ) -> dict[str, tuple[int, ...]]:
     """Shapes of the parameters of a decoder, or of a stage of it, by name and in the order of `Decoder`'s own."""
+    return dict(_parameter_shapes(c, constraint, stage, stages))
+
+
+@functools.lru_cache(maxsize=256)  # a planner asks it of the same stages for each method
+def _parameter_shapes(
+    c: ModelConfig, constraint: Constraint | None, stage: int, stages: int
+) -> dict[str, tuple[int, ...]]:
     D, F, V, C = c.dim, c.ffn_dim, c.vocab_size, c.width_of_head
     q, kv = c.heads * C, c.key_value_heads * C
     layers = stage_layers(c.layers, stages, stage)
