@@ -360,13 +360,22 @@ def test_a_second_finish_exchanges_nothing() -> None:
 def test_alone_it_is_plain_training() -> None:
     world = lowcomm.world()
     assert (world.replicas, world.stages) == (1, 1)
-    model = nn.Linear(3, 1)
-    sync = lowcomm.FederatedAveraging(model, world, sync_every_steps=2)
-    before = digest(list(model.parameters()))
-    for _ in range(4):
-        sync.step()
-    sync.finish()
-    assert digest(list(model.parameters())) == before
+    found = []
+    for is_synced in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.AdamW(model.parameters())
+        sync = lowcomm.FederatedAveraging(model, world, sync_every_steps=2) if is_synced else None
+        for _ in range(5):
+            model(torch.ones(3)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if sync is not None:
+                sync.step()
+        if sync is not None:
+            sync.finish()
+        found.append(digest(list(model.parameters())))
+    assert found[0] == found[1]
     assert world.ledger.total() == 0
 
 

@@ -227,6 +227,15 @@ def test_int8_is_a_step_a_block() -> None:
     assert torch.allclose(codec.decode(codec.encode(small), 3), small, rtol=0.01, atol=0)
     x = torch.arange(-127, 128).float() * 0.5
     assert torch.equal(codec.decode(codec.encode(x), x.numel()), x)
+    x = _values(8 * BLOCK)
+    apart = (codec.decode(codec.encode(x), x.numel()) - x).abs().view(-1, BLOCK)
+    step = x.view(-1, BLOCK).abs().amax(1, keepdim=True) / 127
+    assert (apart <= 0.501 * step).all()  # the nearest: half a step
+
+
+def test_bf16_rounds_to_the_nearest() -> None:
+    codec, x = make_codec("bf16"), _values(8 * BLOCK)
+    assert torch.equal(codec.decode(codec.encode(x), x.numel()), x.bfloat16().float())
 
 
 def test_every_message_has_a_seed_of_its_own() -> None:

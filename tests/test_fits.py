@@ -104,6 +104,18 @@ def test_predictions_hold_as_often_as_they_say() -> None:
     assert 275 <= inside <= 297
 
 
+def test_a_line_has_the_errors_of_least_squares() -> None:
+    """Of gaps 1, 2, 6 at ln N = 0, 1, 2: slope 5/2, one degree of freedom, residuals 1/2, -1, 1/2."""
+    fit = Fit.of([1.0, math.e, math.e**2], [1.0, 2.0, 6.0])
+    assert (fit.slope, fit.freedom) == (pytest.approx(2.5), 1)
+    assert fit.deviation == pytest.approx(math.sqrt(1.5))
+    t = 2.5 / (math.sqrt(1.5) / math.sqrt(2))
+    assert fit.p_falls == pytest.approx(0.5 + math.atan(t) / math.pi)  # Student's with one degree is Cauchy's
+    assert fit.error(math.e) == pytest.approx(math.sqrt(1.5 / 3))
+    assert fit.error(math.e**2) ** 2 == pytest.approx(1.5 * (1 / 3 + 1 / 2))
+    assert fit.error(math.e, seeds=2) ** 2 - fit.error(math.e) ** 2 == pytest.approx(1.5 / 2)
+
+
 def test_the_law_of_loss_goes_through_both_sizes() -> None:
     losses = [base_loss(n) for n in SIZES[:2]]
     assert loss_at(SIZES[2], SIZES[:2], losses, 0.34) == pytest.approx(base_loss(SIZES[2]))
@@ -113,6 +125,8 @@ def test_the_law_of_loss_goes_through_both_sizes() -> None:
     assert found == sorted(found)  # a higher exponent has a higher floor
     power = losses[1] * (SIZES[2] / SIZES[1]) ** (math.log(losses[1] / losses[0]) / math.log(SIZES[1] / SIZES[0]))
     assert found[0] == pytest.approx(power)
+    more = [2 * losses[0], *losses]  # of three sizes the two largest count
+    assert loss_at(SIZES[2], [SIZES[0] / 10, *SIZES[:2]], more, 0.34) == pytest.approx(base_loss(SIZES[2]))
 
 
 def test_the_band_is_about_the_line_and_widens_outside() -> None:

@@ -341,7 +341,8 @@ def test_a_row_begins_with_its_best_trial_so_far(tmp_path: Path, monkeypatch: py
     row = ladder.plan.rows["diloco/m2"]
     assert best_trial(ladder, row, "a") == []
     assert known(ladder) == {name: {} for name in ladder.plan.rows}  # nothing is tuned yet
-    for lr, loss, made_from in ((0.02, 3.0, "this code"), (0.04, 2.0, "older code"), (0.08, None, "this code")):
+    trials = ((0.01, 3.5, "this code"), (0.02, 3.0, "this code"), (0.04, 2.0, "older code"), (0.08, None, "this code"))
+    for lr, loss, made_from in trials:
         file = ladder.trial(row, "a", {"lr": lr, "gain": 4.0}).file
         file.parent.mkdir(parents=True, exist_ok=True)
         told = {"values": {"lr": lr, "gain": 4.0}, "val_loss": loss, "made_from": made_from}

@@ -383,6 +383,15 @@ def test_each_boundary_of_a_pipeline_may_have_a_link_of_its_own() -> None:
         predict(config, compute, slow, [fast])
 
 
+def test_a_round_waits_for_each_phase_of_its_exchange() -> None:
+    """On links that take 20 ms and no time beside: a mean of all is 2 messages one after the other, that of pairs 1."""
+    pairs = {"peers": "group", "outer": "noloco", "outer_lr": 0.7, "outer_momentum": 0.5, "outer_pull": 0.7}
+    for method, phases in (({}, 2), (pairs, 1)):
+        config = small_run("diloco_m2", replicas=4, method=method | {"sync_every_steps": 5})
+        seconds = float(predict(config, [(0.0, 1e-9)], Links(math.inf, latency_ms=20)).step_seconds)
+        assert seconds == pytest.approx(phases * 0.02 / 5, rel=1e-3)
+
+
 def test_flops_of_stages_are_those_of_the_whole() -> None:
     for name in ("diloco", "sliced"):
         config = _run(name)

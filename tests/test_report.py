@@ -106,6 +106,23 @@ def test_what_a_run_shows_by_itself_is_asked_of_every_seed() -> None:
     assert outcome(compared(a=[1.0], b=[1.0]), 4) == "Outside this regime (one seed)"
 
 
+def test_claims_of_no_loss_are_of_a_margin_either_way_or_upwards_alone() -> None:
+    """Of 1 % where no other is named: as good is within it both ways, no worse may be better by any amount."""
+    near = [1 + off for off in (0.0001, -0.0001, 0.0002, -0.0002, 0.0)]
+    base = [2.0, 2.5, 3.0, 2.2, 2.8]
+
+    def outcomes(percent: float, **margin: float) -> list[str]:
+        other = [b * n * (1 + percent / 100) for b, n in zip(base, near, strict=True)]
+        c = compared(a=other, b=base)
+        some = (c.equal("a", "b", **margin), c.no_worse("a", "b", **margin), c.no_worse("b", "a", **margin))
+        return [judge([Claim("it is so", "it is", evidence, needs=Regime())])[0] for evidence in some]
+
+    assert outcomes(0.5) == [BORNE_OUT] * 3
+    assert outcomes(2.0) == [NOT_BORNE_OUT, NOT_BORNE_OUT, BORNE_OUT]
+    assert outcomes(-2.0) == [NOT_BORNE_OUT, BORNE_OUT, NOT_BORNE_OUT]
+    assert outcomes(2.0, margin=0.03) == [BORNE_OUT] * 3
+
+
 def test_other_numbers_of_runs_are_compared_as_losses_are() -> None:
     runs = {"a": [summary(9.0, s) | {"norm": v} for s, v in enumerate((2.0, 3.0, 2.5))]}
     runs["b"] = [summary(9.0, s) | {"norm": v} for s, v in enumerate((24.0, 36.6, 30.1))]
