@@ -103,6 +103,11 @@ class Rung:
     rows: tuple[str, ...]
     gpu: bool = False
 
+    @property
+    def called(self) -> str:
+        """Its name, and whose rates its rows have if not their own: "1.05M, with the rates of 0.33M"."""
+        return self.name if self.tuned_at == self.name else f"{self.name}, with the rates of {self.tuned_at}"
+
     def seeds_of(self, row: Row) -> int:
         """How many seeds a row has here."""
         return row.seeds.get(self.name, self.seeds)
