@@ -17,10 +17,11 @@ from lowcomm.experiment.corpora import documents, sources
 from lowcomm.experiment.data import END_OF_TEXT, Tokenizer, prepare
 from lowcomm.experiment.project import Project
 from lowcomm.experiment.source import sha256
+from lowcomm.experiment.train import train_in_threads
 from lowcomm.settings import ConfigError
 from pipelines import project
 from pipelines.project import ROOT
-from tests.conftest import DATA, VOCAB
+from tests.conftest import DATA, VOCAB, small_run
 
 SMALL = DATA
 
@@ -107,6 +108,28 @@ def test_the_tuning_split_comes_out_of_training_alone(tmp_path: Path) -> None:
     assert not torch.equal(tokens.held_out(4, "tuning"), tokens.held_out(4))
     with pytest.raises(ConfigError, match="no tuning split, only train, validation"):
         TokenData(tmp_path / "two", seq_len=16, global_batch=2, seed=0).held_out(4, "tuning")
+
+
+def test_a_run_is_evaluated_on_the_split_that_it_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else rates would be chosen on the text that tables report."""
+    path, asked, plain = tmp_path / "rows.json", [], TokenData.held_out
+    path.write_text(
+        "\n".join(json.dumps({"text": file.read_text()}) for file in sorted((ROOT / "lowcomm").rglob("*.py")))
+    )
+
+    def held_out(self: TokenData, windows: int, split: str = "validation") -> torch.Tensor:
+        asked.append(split)
+        return plain(self, windows, split)
+
+    monkeypatch.setattr(TokenData, "held_out", held_out)
+    for split in ("tuning", "validation"):
+        data = {"tuning_percent": 20.0, "validation_percent": 20.0}
+        config = small_run("data_parallel", replicas=1, data=data, train={"steps": 2, "eval_split": split})
+        if split == "tuning":
+            prepare(CorpusConfig("json", path=str(path)), config.data, tmp_path / "corpus")
+        train_in_threads(config, tmp_path / "corpus", tmp_path / split)
+        assert set(asked) == {split}
+        asked.clear()
 
 
 def test_a_card_that_is_older_than_a_setting_has_its_default() -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import lowcomm
 from lowcomm.comm.start import run_threads
 from lowcomm.comm.transport import CommError
 from lowcomm.comm.world import World
@@ -387,6 +388,24 @@ def test_overlap_and_mixing_by_definition(tau: int, alpha: float, corpus: Path, 
     assert all(
         torch.equal(before[r, n], after[r, n]) for r in (0, 1) for n in range(1, 13) if n not in (5 + tau, 10 + tau)
     )
+
+
+def test_each_replica_applies_after_the_steps_of_its_own_overlap() -> None:
+    """Two replicas that overlap 1 and 3 steps (Streaming DiLoCo, Figure 10): what is sent at 5 is due at 6 and 8."""
+
+    def work(world: lowcomm.World) -> list[int]:
+        model = torch.nn.Linear(2, 1)
+        settings = {"sync_every_steps": 5, "overlap_steps": (1, 3), "steps": 10}
+        sync, changed = lowcomm.DiLoCo(model, world, **settings), []
+        for step in range(1, 10):
+            with torch.no_grad():
+                model.weight.add_(world.replica + 1)
+            before = model.weight.clone()
+            sync.step()
+            changed += [step] * (not torch.equal(before, model.weight))
+        return changed
+
+    assert lowcomm.run_threads(work, replicas=2) == [[6], [8]]
 
 
 def test_mixing_close_to_one_leaves_replicas_almost_alone(corpus: Path, tmp_path: Path) -> None:
