@@ -105,7 +105,7 @@ def test_predictions_hold_as_often_as_they_say() -> None:
 
 
 def test_a_line_has_the_errors_of_least_squares() -> None:
-    """Of gaps 1, 2, 6 at ln N = 0, 1, 2: slope 5/2, one degree of freedom, residuals 1/2, -1, 1/2."""
+    """Gaps of 1, 2 and 6 at ln N = 0, 1, 2 have a slope of 5/2 and leave residuals of 1/2, -1 and 1/2."""
     fit = Fit.of([1.0, math.e, math.e**2], [1.0, 2.0, 6.0])
     assert (fit.slope, fit.freedom) == (pytest.approx(2.5), 1)
     assert fit.deviation == pytest.approx(math.sqrt(1.5))

@@ -268,7 +268,7 @@ def test_the_nearest_source_is_asked() -> None:
 
 
 def test_a_source_that_is_nearly_as_near_makes_a_penalty_less_sure() -> None:
-    """Half way in ln N to a source that says 0.06 more, half of that is added; from its own size nothing."""
+    """Half way in ln N to a source that says 0.06 less, half of that is added to its deviation; at its own size, none."""
     table = [("streaming", 2, 1, 1e6, 0.08, 0.01, "ours"), ("streaming", 2, 1, 1e10, 0.02, 0.01, "theirs")]
     penalties = Penalties(_table(table))
     for size, share in ((1e6, 0.0), (1e7, 1 / 9), (0.9999e8, 1.0)):  # (1 / 3)^2, (4 / 4)^2
@@ -277,7 +277,7 @@ def test_a_source_that_is_nearly_as_near_makes_a_penalty_less_sure() -> None:
 
 
 def test_a_penalty_of_one_number_of_replicas_is_less_sure_of_others() -> None:
-    """By as much, for each factor of e, as others change with that number: here 0.02 from 4 replicas to 16."""
+    """Its deviation grows, for each factor of e, by as much as others change: here by 0.02 from 4 replicas to 16."""
     pairs = [("pairs", count, 1, SIZE, value, 0.01, "ours") for count, value in ((4, 0.01), (16, 0.03))]
     rows = [("streaming", 2, 1, SIZE, 0.01, 0.01, "ours"), ("Muon", 1, 1, SIZE, 0.01, 0.01, "ours"), *pairs]
     penalties = Penalties(_table(rows))
@@ -451,9 +451,9 @@ def test_penalties_come_from_the_nearest_run_and_add_up() -> None:
     with pytest.raises(ConfigError, match="nothing has measured quantum"):
         PENALTIES.one("quantum", 1, 1, SIZE)
     table = _table(ROWS)
-    with pytest.raises(ConfigError, match="a penalty needs replicas, amount, parameters, a log_ratio, a deviation"):
+    with pytest.raises(ConfigError, match="parameters, a log_ratio, a deviation and a drift, got"):
         Penalties(table.assign(deviation=-1.0))
-    with pytest.raises(ConfigError, match="a penalty needs replicas, amount, parameters, a log_ratio, a deviation"):
+    with pytest.raises(ConfigError, match="parameters, a log_ratio, a deviation and a drift, got"):
         Penalties(table.assign(log_ratio=math.nan))
     with pytest.raises(ConfigError, match=r"has the columns ingredient, .*; it lacks drift"):
         Penalties(table.drop(columns="drift"))
@@ -564,6 +564,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     monkeypatch.setattr(planner, "measured_penalties", lambda: table)
     for more, code, message in (
         (["--model", "partial_updates/13b"], 2, "no preset named 'partial_updates/13b'; did you mean"),
+        (["--memory-gb", "1"], 1, "nothing fits into 1 GB: the least is "),
         (["--memory-gb", "1"], 1, "sequences per step would not fit either (--global-batch)"),
         (["--mbit-per-s", "0"], 2, "mbit_per_s must be above 0, got 0.0"),
         (["--latency-ms", "nan"], 2, "latency_ms must be from 0 to 1e+06, got nan"),

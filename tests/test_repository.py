@@ -92,6 +92,8 @@ def test_a_table_depends_on_all_runs_that_it_reads() -> None:
         listed = {d.rsplit("/", 1)[1].removesuffix(".json") for d in stage["deps"] if "/runs/" in d}
         on_the_ladder = {row.run for row in LADDER.plan.rows.values()}  # of which a table reads points
         assert named - on_the_ladder <= listed, name
+        read = {run for run in named if f'read_run("{run}"' in code}
+        assert read <= listed, name
 
 
 def test_a_table_depends_on_all_rows_of_the_ladder_that_it_reads() -> None:

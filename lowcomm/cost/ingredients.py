@@ -269,10 +269,10 @@ class Penalties:
 
     @functools.cached_property
     def _per_replicas(self) -> float:
-        """By how much ingredients change for each factor of e in replicas, where one source has several numbers.
+        """Return by how much ingredients change for each factor of e in replicas, where a source has several numbers.
 
-        The median over runs of one size and amount, from the fewest replicas to the most, of what is added to local
-        updates.
+        It is the median over sizes and amounts, each from the fewest replicas to the most, of all ingredients that are
+        added to local updates.
         """
         slopes = []
         for ingredient, sources in self._sources.items():
