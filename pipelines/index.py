@@ -369,17 +369,20 @@ def _at_larger_sizes(rows: pd.DataFrame) -> str:
     several = rows[(rows.seeds > 1) & rows.method.isin(MAIN_ROWS)]
     found = ""
     for name, there in several.groupby("size", sort=False):
-        rung = LADDER.plan.rungs[name]
-        rates = f", with the rates found at {rung.tuned_at}" if rung.tuned_at != name else ""
-        there = there.assign(called=[MAIN_ROWS[row].partition(" (")[0] for row in there.method])
+        there = there.assign(called=there.method.map(_named))
         enough, few = there[there.seeds >= HEADLINE.seeds], there[there.seeds < HEADLINE.seeds]
         told = [f"{r.called} loses {in_prose(r.gap_pct, r.low_pct, r.high_pct)}" for r in enough.itertuples()]
         if len(few):
             count = _listed([str(n) for n in sorted(set(few.seeds))])
             lost = ", ".join(f"{r.gap_pct:+.1f} % for {r.called}" for r in few.itertuples())
             told.append(f"the means of {count} seeds, too few to judge, are {lost}")
-        found += f" At {name}{rates}, {'; '.join(told)}."
+        found += f" At {LADDER.plan.rungs[name].called}, {'; '.join(told)}."
     return found
+
+
+def _named(row: str) -> str:
+    """Return what prose calls a main row of the ladder."""
+    return MAIN_ROWS[row].partition(" (")[0]
 
 
 def _what_bands_are(rows: pd.DataFrame) -> str:
@@ -407,7 +410,7 @@ def _whether_gaps_fall() -> str:
     if slopes.empty:
         return ""
     told = [
-        f"{outcome.lower()} for {_listed([MAIN_ROWS[row].partition(' (')[0] for row in some.row])}"
+        f"{outcome.lower()} for {_listed(list(some.row.map(_named)))}"
         for outcome, some in slopes.groupby("outcome", sort=False)
     ]
     return f" That gaps fall with size, of sizes with enough rounds, is {'; '.join(told)}."

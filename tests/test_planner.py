@@ -268,7 +268,7 @@ def test_the_nearest_source_is_asked() -> None:
 
 
 def test_a_source_that_is_nearly_as_near_makes_a_penalty_less_sure() -> None:
-    """Half way in ln N to a source that says 0.06 less, half of that is added to its deviation; at its own size, none."""
+    """Half way to a source that says 0.06 less, half of that is added to the deviation; at its own size none."""
     table = [("streaming", 2, 1, 1e6, 0.08, 0.01, "ours"), ("streaming", 2, 1, 1e10, 0.02, 0.01, "theirs")]
     penalties = Penalties(_table(table))
     for size, share in ((1e6, 0.0), (1e7, 1 / 9), (0.9999e8, 1.0)):  # (1 / 3)^2, (4 / 4)^2

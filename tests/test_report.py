@@ -107,7 +107,7 @@ def test_what_a_run_shows_by_itself_is_asked_of_every_seed() -> None:
 
 
 def test_claims_of_no_loss_are_of_a_margin_either_way_or_upwards_alone() -> None:
-    """The margin is 1 % where no other is named; what is "no worse" may be better by any amount, what is "equal" not."""
+    """The margin is 1 % where no other is named; "no worse" may be better by any amount, "equal" may not."""
     near = [1 + off for off in (0.0001, -0.0001, 0.0002, -0.0002, 0.0)]
     base = [2.0, 2.5, 3.0, 2.2, 2.8]
 

@@ -122,6 +122,14 @@ def test_turns_are_those_that_the_paper_names() -> None:
             ]
 
 
+def test_a_setting_of_another_kind_is_refused_after_its_equal_was_accepted() -> None:
+    """True equals 1 and hashes alike, so that a method must not be known by equality."""
+    shapes = {"w": (2, 2)}
+    Plan(shapes, MethodConfig("parameters", sync_every_steps=1), 2)
+    with pytest.raises(ConfigError, match="method.sync_every_steps = True must be a number"):
+        Plan(shapes, MethodConfig("parameters", sync_every_steps=True), 2)
+
+
 def test_more_fragments_than_steps_are_refused() -> None:
     with pytest.raises(ValueError, match="5 fragments cannot take turns in rounds of 4 steps"):
         Schedule(5, 4)

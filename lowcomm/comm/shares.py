@@ -42,7 +42,6 @@ def block_shares(numel: int, block: int, ranks: int) -> list[tuple[int, int]]:
 Section = tuple[int, Sequence[int]]
 
 
-@functools.lru_cache(maxsize=4096)  # each of many members asks
 def encoded_mean_in_shares(numel: int, codec: Encoding, ranks: int, owners: int | None = None) -> bool:
     """Tell whether a mean sends fewer bytes if each owner sums a share of the values and then shares the sum in fp32.
 
@@ -57,11 +56,11 @@ def encoded_mean_in_shares(numel: int, codec: Encoding, ranks: int, owners: int 
     return (owners - 1) * encoded + 4 * (ranks - 1) * numel < owners * (ranks - 1) * codec.nbytes(numel)
 
 
-@functools.lru_cache(maxsize=1024)
-def _encoded_shares(numel: int, codec: Encoding, owners: int) -> tuple[list[int], list[int]]:
+@functools.lru_cache(maxsize=1024)  # each of many members asks
+def _encoded_shares(numel: int, codec: Encoding, owners: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return of each owner's share the number of values, and the bytes that they take encoded."""
-    sizes = [end - begin for begin, end in block_shares(numel, codec.block, owners)]
-    return sizes, [codec.nbytes(size) for size in sizes]
+    sizes = tuple(end - begin for begin, end in block_shares(numel, codec.block, owners))
+    return sizes, tuple(codec.nbytes(size) for size in sizes)
 
 
 def encoded_mean_bytes(numel: int, codec: Encoding, ranks: int, rank: int = 0) -> int:

@@ -23,6 +23,7 @@ from lowcomm.methods.boundary import make_boundary
 from lowcomm.methods.inner import InnerOptimizer
 from lowcomm.methods.partial import pieces
 from lowcomm.methods.plan import Plan
+from lowcomm.methods.streaming import layer_of
 from lowcomm.methods.subspace import moments_in_means, overhead_bytes
 from lowcomm.model.accounting import MemoryCount, memory, parameter_shapes, parameters, trained_parameters
 from lowcomm.model.config import ModelConfig, stage_layers
@@ -124,10 +125,11 @@ def cast_bytes(config: RunConfig, stage: int) -> int:
 @functools.lru_cache(maxsize=256)
 def _matrices(c: ModelConfig, stage: int, stages: int) -> tuple[int, int]:
     """Return the values of a stage's matrices: (of the block, or the head, that has most, of all)."""
-    parts: collections.Counter[str] = collections.Counter()
-    for name, shape in parameter_shapes(c, stage=stage, stages=stages).items():
+    shapes = parameter_shapes(c, stage=stage, stages=stages)
+    layers, parts = layer_of(shapes), collections.Counter[int | None]()
+    for name, shape in shapes.items():
         if len(shape) == 2 and not name.startswith("embedding."):
-            parts[name.rpartition(".attention.")[0] or name.rpartition(".mlp.")[0] or name] += math.prod(shape)
+            parts[layers.get(name)] += math.prod(shape)
     return max(parts.values()), parts.total()
 
 

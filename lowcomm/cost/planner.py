@@ -431,7 +431,7 @@ def measured_penalties() -> Path:
 
 
 #: Tokens per parameter of the runs that penalties come from: of the least and of the most (NoLoCo's 6.8B and 125M).
-MEASURED = (7.4, 100.0)
+TOKENS_MEASURED = (7.4, 100.0)
 COLUMNS = """
 replicas x stages of n: each stage of each replica is sharded over n machines of a box (FSDP).
 batch: sequences per step; what was asked for, rounded to a multiple of the replicas. utilisation: the share of a step
@@ -636,9 +636,10 @@ def main(words: Sequence[str] | None = None) -> int:
     print("\n".join(f"- {line}" for line in moves_front(table)))
     if cluster.slow:
         print(UNEQUAL)
-    if not MEASURED[0] <= (ratio := job.tokens / parameters(job.model).total) <= MEASURED[1]:
+    least, most = TOKENS_MEASURED
+    if not least <= (ratio := job.tokens / parameters(job.model).total) <= most:
         print(
-            f"{ratio:.3g} tokens per parameter are asked; losses were measured with {MEASURED[0]:g} to {MEASURED[1]:g},"
+            f"{ratio:.3g} tokens per parameter are asked; losses were measured with {least:g} to {most:g},"
             " and nothing here says how they change beyond."
         )
     first = next(table.itertuples())

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -69,15 +68,15 @@ class Turn:
     is_closing: bool
 
 
+#: Methods that go together with so many replicas, as each stage of each run that is planned asks; as text, in which 1,
+#: 1.0 and True differ.
+_CHECKED: set[tuple[str, int]] = set()
+
+
 def check_method(method: MethodConfig, replicas: int) -> None:
     """Raise ConfigError where the settings of a method do not go together, whatever the model."""
-    try:
-        _check_once(method, replicas)
-    except TypeError:  # settings with a list among them, which cannot be remembered
-        _check(method, replicas)
-
-
-def _check(method: MethodConfig, replicas: int) -> None:
+    if (asked := (repr(method), replicas)) in _CHECKED:
+        return
     build(MethodConfig, dataclasses.asdict(method), "method")  # refuses a value that is not of its kind
     check_bounds("method", method)
     defaults = MethodConfig(method.exchange)
@@ -101,10 +100,7 @@ def _check(method: MethodConfig, replicas: int) -> None:
                 f"method.overlap_steps = {tau} must be at least 0 and below sync_every_steps ="
                 f" {method.sync_every_steps}: a fragment is back before it is sent again"
             )
-
-
-#: Each stage of each run that is planned has the same few methods.
-_check_once = functools.lru_cache(maxsize=1024)(_check)
+    _CHECKED.add(asked)
 
 
 def _points(method: MethodConfig) -> dict[str, Points]:

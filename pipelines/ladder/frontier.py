@@ -135,8 +135,13 @@ def hardship(config: RunConfig) -> str:
     if alike < 1:
         text = f"{100 * alike:g} % of the text alike" if alike else "unlike text"
         return f"{text}, H = {m.sync_every_steps}"
-    loudly = f" {-m.byzantine_factor:g} times as loudly" if m.byzantine and m.byzantine_factor != -1 else ""
-    return f"{m.byzantine or 'none'} of {config.replicas} lies{loudly}, {m.mean}"
+    return f"{m.byzantine or 'none'} of {config.replicas} lies{loudly(config)}, {m.mean}"
+
+
+def loudly(config: RunConfig) -> str:
+    """Say how much louder than the others the replicas of a run are that lie; "" where they are not."""
+    m = config.method
+    return f" {-m.byzantine_factor:g} times as loudly" if m.byzantine and m.byzantine_factor != -1 else ""
 
 
 def repaired(row: Losses, harmed: Losses, base: Losses) -> float:
