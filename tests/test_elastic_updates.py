@@ -574,7 +574,7 @@ def test_what_does_not_go_together_is_refused(settings: dict, message: str, stor
 
 
 @pytest.mark.fault("no quorum comes together", "the replica ends after `alone_s` and says why")
-def test_one_that_is_left_alone_gives_up_with_a_word(replica: Callable) -> None:
+def test_one_that_is_left_alone_gives_up_with_a_word(replica: Callable, caplog: pytest.LogCaptureFixture) -> None:
     rules = Rules(timeout_s=0.5, grace_s=0.2, alone_s=1.0)
 
     def goes() -> None:
@@ -588,6 +588,8 @@ def test_one_that_is_left_alone_gives_up_with_a_word(replica: Callable) -> None:
             trained(net, sync)
 
     in_threads(goes, stays)
+    (told,) = [record.getMessage() for record in caplog.records if "has waited" in record.getMessage()]
+    assert "has waited for 0.5 s in round 1: 1 of the 2 replicas that a round needs are ready; it gives up" in told
     with pytest.raises(ConfigError, match="rules.grace_s = 0 must be above 0 and finite"):
         Rules(grace_s=0)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import logging
 import math
 import select
 import socket
@@ -57,6 +58,8 @@ from lowcomm.comm.stages import Stages
 from lowcomm.comm.transport import CommError
 from lowcomm.comm.wire import Ledger
 from lowcomm.settings import ConfigError
+
+log = logging.getLogger("lowcomm")
 
 _ENTRIES = {kind.__name__: kind for kind in (Join, Ready, Close, Done, Lost, Rollback)}
 #: Seconds between two looks at the log, and at what has arrived.
@@ -569,7 +572,7 @@ class Elastic:
         while notes.write_once(f"address/{name}", told) != told:
             if time.monotonic() > until:
                 self.close_connections()
-                raise CommError(self._why_alone())
+                raise CommError(self._why_waiting(self.rules.alone_s))
             time.sleep(_LOOK_S)
 
     def name_of(self, who: str, stage: int | None = None) -> str:
@@ -694,8 +697,12 @@ class Elastic:
         return found
 
     def _drive(self, steps: Generator[Request, Any, Any]) -> Any:
-        """Carry out requests. Raises CommError where nothing moves for `Rules.alone_s`, or this replica has left."""
+        """Carry out requests. Raises CommError where nothing moves for `Rules.alone_s`, or this replica has left.
+
+        Where nothing has moved for `Rules.timeout_s`, the log of Python says once what is waited for.
+        """
         answer: Any = None
+        is_told = False
         moved, pause_s = (time.monotonic(), self.roll.length), _FIRST_LOOK_S
         while True:
             try:
@@ -705,9 +712,13 @@ class Elastic:
             if self._closed:
                 raise CommError(f"{self.member.who} has left")
             if self.roll.length != moved[1]:
-                moved, pause_s = (time.monotonic(), self.roll.length), _FIRST_LOOK_S
-            if time.monotonic() - moved[0] > self.rules.alone_s:
-                raise CommError(self._why_alone())
+                moved, pause_s, is_told = (time.monotonic(), self.roll.length), _FIRST_LOOK_S, False
+            waited_s = time.monotonic() - moved[0]
+            if waited_s > self.rules.alone_s:
+                raise CommError(self._why_waiting(self.rules.alone_s))
+            if waited_s > self.rules.timeout_s and not is_told:
+                is_told = True
+                log.warning("%s; it gives up after %g s", self._why_waiting(self.rules.timeout_s), self.rules.alone_s)
             if isinstance(request, Exchange):
                 answer = self._exchange(request)
                 moved = time.monotonic(), self.roll.length
@@ -722,8 +733,8 @@ class Elastic:
                 pause_s = min(2 * pause_s, _LOOK_S)
                 answer = self.read()
 
-    def _why_alone(self) -> str:
-        waited = f"{self.member.who} has waited for {self.rules.alone_s:g} s"
+    def _why_waiting(self, waited_s: float) -> str:
+        waited = f"{self.member.who} has waited for {waited_s:g} s"
         if not self.read():
             return f"{waited} for the store of the replicas' membership to answer"
         roll = self.roll
@@ -760,7 +771,7 @@ class Elastic:
         self.read()
         while self.roll.length < length:
             if time.monotonic() > until or self._closed:
-                raise CommError(self._why_alone())
+                raise CommError(self._why_waiting(self.rules.alone_s))
             time.sleep(_LOOK_S)
             self.read()
         request = Exchange(tuple(key), tuple(members))
