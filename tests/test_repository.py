@@ -232,6 +232,32 @@ def test_readme_and_index_show_the_results() -> None:
     assert "All four papers" in readme_block()
 
 
+def test_links_of_all_pages_lead_somewhere() -> None:
+    git = shutil.which("git")
+    listed = subprocess.run([git, "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    followed, lost = 0, []
+    for page in (ROOT / name for name in listed.splitlines()):
+        text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+        for inline, attribute in re.findall(r"""\]\(<?([^)>\s]+)>?\)|(?:src|href)="([^"]+)\"""", text):
+            link = inline or attribute
+            if re.match(r"[a-z]+:", link):  # of another site
+                continue
+            path, _, anchor = link.partition("#")
+            target = page.parent / path if path else page
+            followed += 1
+            if not target.exists() or (anchor and anchor not in anchors(target.read_text())):
+                lost.append(f"{page.relative_to(ROOT)}: {link}")
+    assert followed > 150
+    assert not lost
+
+
+def anchors(page: str) -> set[str]:
+    """Return what links into a page may end with: its named places, and its headings as GitHub names them."""
+    headings = re.findall(r"^#+ (.*)$", page, flags=re.MULTILINE)
+    named = {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+    return named | set(re.findall(r'id="([^"]+)"', page))
+
+
 def test_no_page_shows_what_is_no_number() -> None:
     found = [*(ROOT / "results").rglob("*.md"), *(ROOT / "results").rglob("*.claims.json"), ROOT / "README.md"]
     pages = [page for page in found if "smoke" not in page.parts]  # which are not in git
