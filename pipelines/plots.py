@@ -11,6 +11,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import seaborn as sns
 from matplotlib.axis import Axis
+from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullFormatter
@@ -76,6 +77,29 @@ def points(ax: plt.Axes, x: Sequence[float], values: Sequence[Sequence[float]], 
     means = np.array([np.mean(some) for some in values])
     ends = [means - [min(some) for some in values], [max(some) for some in values] - means]
     ax.errorbar(x, means, yerr=ends, elinewidth=0.9, capsize=2, **style)
+
+
+def intervals(
+    ax: plt.Axes,
+    x: ArrayLike,
+    values: ArrayLike,
+    low: ArrayLike,
+    high: ArrayLike,
+    hollow: ArrayLike = False,
+    **style: Any,
+) -> ErrorbarContainer:
+    """Draw values, each with a bar from low to high (none where these are NaN), and return what a legend needs.
+
+    hollow: which of them have a white face, as they are of too few seeds.
+    """
+    x, values, low, high, hollow = np.broadcast_arrays(*np.atleast_1d(x, values, low, high, hollow))
+    style = {"ls": "none", "elinewidth": 0.8} | style
+    drawn = ax.errorbar(x, values, yerr=[values - low, high - values], **style)
+    if hollow.any():
+        face = {name: style[name] for name in ("marker", "ms", "mec", "mew") if name in style}
+        color = drawn.lines[0].get_color()
+        ax.plot(x[hollow], values[hollow], **{"ls": "none", "color": color, "mfc": "white", "zorder": 3} | face)
+    return drawn
 
 
 def mark_cut(ax: plt.Axes, x: ArrayLike, low: ArrayLike, high: ArrayLike, color: str) -> None:

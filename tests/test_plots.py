@@ -36,6 +36,21 @@ def test_a_band_is_about_the_mean_of_several_runs_alone(ax: plt.Axes) -> None:
     assert len(ax.collections) == 1
 
 
+def test_an_interval_is_about_its_value_and_a_mark_of_too_few_seeds_is_hollow(ax: plt.Axes) -> None:
+    style = {"marker": "D", "ms": 5, "color": "red"}
+    plots.intervals(
+        ax, [1, 2, 3], [5.0, 6.0, 7.0], [4.0, np.nan, 6.5], [8.0, np.nan, 7.5], [False, True, False], **style
+    )
+    (bars,) = ax.collections
+    drawn = [segment[:, 1].tolist() for segment in bars.get_segments()]
+    assert [ends for ends in drawn if not np.isnan(ends).any()] == [[4.0, 8.0], [6.5, 7.5]]
+    values, hollow = ax.get_lines()
+    assert values.get_xydata().tolist() == [[1.0, 5.0], [2.0, 6.0], [3.0, 7.0]]
+    assert hollow.get_xydata().tolist() == [[2.0, 6.0]]
+    faces = [(line.get_marker(), line.get_color(), line.get_markerfacecolor()) for line in (values, hollow)]
+    assert faces == [("D", "red", "red"), ("D", "red", "white")]
+
+
 def test_a_bar_that_is_cut_has_a_mark_on_the_edge(ax: plt.Axes) -> None:
     ax.set(ylim=(0, 10))
     plots.mark_cut(ax, [1, 2, 3, 4], [-1, 2, 3, np.nan], [5, 12, 8, np.nan], "black")
