@@ -4,9 +4,10 @@
 
     world = lowcomm.world()                            torchrun's ranks, or this process alone
     sync = lowcomm.StreamingDiLoCo(model, world, sync_every_steps=30)
-    for batch in loader:
+    for batch in loader:                               of this replica: world.replica of world.replicas
         loss = model(**batch).loss
         loss.backward()
+        sync.average_gradients()                       what lowcomm.DataParallel needs; with others it does nothing
         optimizer.step()
         optimizer.zero_grad()
         sync.step()

@@ -2,7 +2,8 @@
 
 A method is a combination of independent choices (a codec, an outer optimizer, a peer rule, ...). Each choice has a
 base class that derives from `Choice`; its values are the subclasses that have `names`. They are found by importing
-every module of the package in which the base class stands, so a new value is a new file there, and nothing more.
+every module of the package in which the base class stands, so a new value is a new file there, and nothing more; or a
+class in a script or a notebook, from where it is defined.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ class Choice:
     names: ClassVar[tuple[str, ...]] = ()
     settings: ClassVar[tuple[str, ...]] = ()
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        options.cache_clear()  # there is one more
+
 
 T = TypeVar("T", bound=Choice)
 
@@ -35,7 +40,8 @@ T = TypeVar("T", bound=Choice)
 def options(base: type[T]) -> dict[str, type[T]]:
     """All values of the choice `base` by name, in the order of their modules. Raises ValueError for a name used twice.
 
-    Modules whose name begins with an underscore are not imported: they hold no values.
+    Modules whose name begins with an underscore are not imported: they hold no values. Of a class that is defined
+    again, as by a notebook's cell, the last counts.
     """
     package = importlib.import_module(base.__module__.rpartition(".")[0])
     for module in pkgutil.iter_modules(package.__path__):
@@ -47,8 +53,9 @@ def options(base: type[T]) -> dict[str, type[T]]:
         value = todo.pop(0)
         todo += value.__subclasses__()
         for name in value.__dict__.get("names", ()):
-            if name in found:
-                raise ValueError(f"{value.__qualname__} and {found[name].__qualname__} are both named {name!r}")
+            other = found.get(name, value)
+            if (other.__module__, other.__qualname__) != (value.__module__, value.__qualname__):
+                raise ValueError(f"{value.__qualname__} and {other.__qualname__} are both named {name!r}")
             found[name] = value
     return dict(sorted(found.items(), key=lambda item: item[1].__module__))
 

@@ -229,7 +229,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--slot", type=int, help="with --store: which replica, from 0")
     parser.add_argument("--host", help="with --store: this machine's address, for the others (default: found out)")
-    parser.add_argument("--quorum", type=int, help="with --store: replicas that a round needs (default: half)")
+    parser.add_argument(
+        "--quorum",
+        type=int,
+        help="with --store: replicas that a round needs (default: half, rounded down)",
+    )
     parser.add_argument("--grace", type=float, metavar="SECONDS", help="with --store: wait so long for those not ready")
     parser.add_argument("--silence", type=float, metavar="SECONDS", help="with --store: wait so long for a sign of one")
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="with --store: wait so long for an answer")

@@ -116,6 +116,50 @@ def test_a_convolutional_network_learns_by_noloco_on_four_replicas() -> None:
         assert sent == planned
 
 
+def test_data_parallel_training_wants_its_gradients_averaged() -> None:
+    def work(world: lowcomm.World) -> Tensor:
+        model = nn.Linear(3, 1, bias=False)
+        optimizer, sync = torch.optim.SGD(model.parameters(), lr=0.1), lowcomm.DataParallel(model, world)
+        for step in range(3):
+            model(torch.full((1, 3), float(world.replica + step))).sum().backward()
+            sync.average_gradients()
+            optimizer.step()
+            optimizer.zero_grad()
+            sync.step()
+        with pytest.raises(lowcomm.ConfigError, match=r"call average_gradients\(\) after each backward pass"):
+            sync.step()
+        return model.weight.detach()
+
+    first, second = lowcomm.run_threads(work, replicas=2)
+    assert torch.equal(first, second)
+
+
+def test_what_is_no_model_no_ranks_or_no_method_is_refused_by_one_line() -> None:
+    model, world = nn.Linear(3, 1), lowcomm.world()
+    for wrong, told in {
+        (model, None): "takes the ranks, as lowcomm.world.. gives them, not None",
+        (world, model): "takes the ranks, .* not Linear",
+        (5, world): "a model is a module, or its parameters by name, not 5",
+        (model, world, "noloco"): "a method is a MethodConfig, not 'noloco'",
+    }.items():
+        with pytest.raises(lowcomm.ConfigError, match=told):
+            lowcomm.DiLoCo(*wrong)
+    with pytest.raises(lowcomm.ConfigError, match=r"method.boundary is of the pipelines of `lowcomm train`"):
+        lowcomm.DiLoCo(model, world, boundary={"kind": "subspace", "rank": 2})
+    sync = lowcomm.DiLoCo(model, world)
+    with pytest.raises(lowcomm.ConfigError, match="no state of a method of 1 fragments: it lacks 0/agreed"):
+        sync.load_state_dict({})
+    with (
+        pytest.raises(lowcomm.ConfigError, match="no parameters named 'frist_replica' .* did you mean 'first_replica'"),
+        sync.evaluated("frist_replica"),
+    ):
+        pass
+    with pytest.raises(lowcomm.ConfigError, match="comm.clock = 'fast' is not a valid choice"):
+        lowcomm.world(comm=lowcomm.CommConfig(clock="fast"))
+    with pytest.raises(lowcomm.ConfigError, match="replicas must be a whole number"):
+        lowcomm.run_threads(print, replicas=2.5)
+
+
 def test_muon_trains_inside_diloco() -> None:
     def work(world: lowcomm.World) -> tuple[float, float, str]:
         model = nn.Sequential(nn.Linear(8, 32, bias=False), nn.Tanh(), nn.Linear(32, 1, bias=False))

@@ -305,6 +305,56 @@ def test_a_setting_of_another_value_is_refused() -> None:
         check_settings(OuterOptimizer, "average", "method.outer", method, default)
 
 
+OF_A_SCRIPT = """
+import torch
+from torch import nn
+
+import lowcomm
+from lowcomm.codecs import Codec, make_codec
+
+try:
+    make_codec("rounded")
+except lowcomm.ConfigError as error:
+    assert "'rounded' is not a valid choice" in str(error)
+for factor in (1.0, 2.0):  # as a notebook's cell that is run twice
+
+    class Rounded(Codec):
+        names = ("rounded",)
+        scale = factor
+
+        def encode(self, x, seed=0):
+            return (x / self.scale).round().to(torch.uint8)
+
+        def decode(self, packed, numel):
+            return packed.float() * self.scale
+
+        def nbytes(self, numel):
+            return numel
+
+    codec = make_codec("rounded")
+    assert (codec.name, codec.scale, codec.block) == ("rounded", factor, 0)
+
+
+def work(world):
+    parameters = {"x": nn.Parameter(torch.arange(6.0))}
+    sync = lowcomm.DiLoCo(parameters, world, codec="rounded", sync_every_steps=1, outer_lr=1.0, outer_momentum=0.0)
+    with torch.no_grad():
+        parameters["x"].sub_(4.0)
+    sync.step()
+    assert world.ledger.total(purpose="outer") == sync.sent_bytes(1)["outer"] > 0
+    return parameters["x"].tolist()
+
+
+first, second = lowcomm.run_threads(work, replicas=2)
+assert first == second == [x - 4.0 for x in range(6)]
+"""
+
+
+def test_a_codec_of_a_script_is_known_from_where_it_is_defined(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", OF_A_SCRIPT]  # in a process of its own: a class stays a choice
+    subprocess.run(command, cwd=tmp_path, env=clean_environment(), check=True, timeout=120)
+
+
 def test_two_values_of_one_name_are_refused() -> None:
     class Base(Choice):
         pass

@@ -1,7 +1,8 @@
 """The base class of codecs, which turn fp32 values into packed bytes and back.
 
-To add one, write a file here with a class that derives from `Codec` and has `names`. Settings then accept them, means,
-pipelines, closed forms and the planner use it, and the tests of all codecs hold it to its sizes.
+To add one, write a class that derives from `Codec`, has `names` and defines `encode`, `decode` and `nbytes`: in a file
+here, or in a script or a notebook of your own. Settings then accept it, and means, pipelines, closed forms and the
+planner use it; one with a file here is held to its sizes by the tests of all codecs.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ class Codec(Choice, ABC):
     """fp32 [n] -> uint8 [nbytes(n)] and back.
 
     Attributes:
-        name: what the members of a mean must agree on; settings that change the encoding are part of it.
+        name: what the members of a mean must agree on; settings that change the encoding are part of it. By default the
+            first of its names.
         lossless: whether decode(encode(x)) equals x bit for bit.
         block: shares that begin at multiples of it may be encoded one by one, with the same values; 0 if they may not.
         sparse: whether it leaves values out, so that the setting `codec_keep` says how many are sent.
@@ -31,9 +33,14 @@ class Codec(Choice, ABC):
 
     name: str
     lossless: bool = False
-    block: int
+    block: int = 0
     sparse: ClassVar[bool] = False
     amplifies: bool = False
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if cls.__dict__.get("names") and "name" not in cls.__dict__:
+            cls.name = cls.names[0]
 
     @classmethod
     def of(cls, name: str, keep: float) -> Codec:

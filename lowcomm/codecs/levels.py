@@ -27,7 +27,6 @@ class Levels(Codec):
     """Each value as one of four levels in 2 bits, after the levels as fp32: 16 times fewer bytes than fp32."""
 
     names = ("levels",)
-    name = "levels"
     block = 0
 
     def encode(self, x: Tensor, seed: int = 0) -> Tensor:

@@ -13,7 +13,6 @@ class Int8(Codec):
     """Multiples -127 to 127 of a step; the step is the block's largest magnitude over 127, as fp32."""
 
     names = ("int8",)
-    name = "int8"
     block = BLOCK
 
     def encode(self, x: Tensor, seed: int = 0) -> Tensor:
@@ -42,7 +41,6 @@ class Sign(Codec):
     """One bit per value: plus or minus the block's mean magnitude, in fp32, the least squares fit (1-bit SGD)."""
 
     names = ("sign",)
-    name = "sign"
     block = BLOCK
 
     def encode(self, x: Tensor, seed: int = 0) -> Tensor:

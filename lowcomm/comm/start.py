@@ -13,7 +13,7 @@ from lowcomm.comm.config import CommConfig
 from lowcomm.comm.processes import ProcessTransport
 from lowcomm.comm.threads import ThreadHub, ThreadTransport
 from lowcomm.comm.world import World
-from lowcomm.settings import ConfigError
+from lowcomm.settings import ConfigError, whole_number
 
 
 def default_device() -> torch.device:
@@ -27,6 +27,7 @@ def _check_grid(replicas: int, stages: int) -> None:
     for name, count in (("replicas", replicas), ("stages", stages)):
         if count < 1:
             raise ConfigError(f"{name} must be at least 1, got {count}")
+        whole_number(name, count)
 
 
 def run_threads(
@@ -34,7 +35,9 @@ def run_threads(
 ) -> list[Any]:
     """Run `work(world)` on replicas x stages ranks, each a thread of this process; results in rank order.
 
-    All share one GPU where there is one.
+    All share one GPU where there is one, and torch's global random generator: where `work` draws from that, as the
+    initialisation of a model does, the order of the threads decides which rank gets what. So make the model before, or
+    under a lock, or give it a generator; engines begin with the weights of replica 0 in any case.
 
     If a rank fails, the others are woken with its reason, and its own error is raised here. An interrupt asks
     training to stop (it finishes its step and writes a checkpoint); a second one ends all verbs at once.

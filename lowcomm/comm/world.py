@@ -25,6 +25,7 @@ import json
 import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import asdict
 from typing import Any, Literal
 
 import torch
@@ -37,7 +38,7 @@ from lowcomm.comm.encoded import EncodedMean, Reduce, weighted_mean
 from lowcomm.comm.shares import Section, mean_bytes, shares
 from lowcomm.comm.transport import Transport
 from lowcomm.comm.wire import Ledger, Link, RealClock, Trace, VirtualClock
-from lowcomm.settings import ConfigError, first_difference
+from lowcomm.settings import ConfigError, build, first_difference
 
 Axis = Literal["replica", "stage", "route", "world"]
 _SUMMED = (torch.float32, torch.float64, torch.int32, torch.int64)
@@ -65,7 +66,7 @@ class World:
         comm: CommConfig | None = None,
         device: torch.device | str = "cpu",
     ):
-        comm = comm or CommConfig()
+        comm = build(CommConfig, asdict(comm or CommConfig()), "comm")  # refuses a value that is not of its kind
         if replicas * stages != transport.size:
             raise ConfigError(
                 f"{transport.size} ranks cannot form {replicas} replicas x {stages} stages;"

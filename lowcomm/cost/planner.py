@@ -324,7 +324,7 @@ def overlapped_days(cluster: Cluster, job: Job) -> float:
     met, rate = cluster.nodes // cluster.per_box, cluster.links.mbit_per_s
     if met == 1:
         met, rate = cluster.nodes, cluster.inside_mbit_per_s
-    sending = 16 * parameters(job.model).total * 2 * (met - 1) / met / (float(rate) * 1e6)
+    sending = 0.0 if met == 1 else 16 * parameters(job.model).total * 2 * (met - 1) / met / (float(rate) * 1e6)
     steps = job.tokens / (job.global_batch * job.model.seq_len)
     return max(computing, computing / 3 + sending) * steps / 86_400
 

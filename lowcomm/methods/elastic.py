@@ -154,7 +154,7 @@ class ElasticUpdates(Engine):
         slot: this replica's share of the data, from 0. Another start of a replica takes the same slot.
         slots: how many there are; the first round waits for all of them, if not for longer than the grace window.
         steps: of the whole run.
-        quorum: how many a round needs at least; by default half of the slots, and no fewer than one.
+        quorum: how many a round needs at least; by default half of the slots, rounded down, and no fewer than one.
         method: the choices; `settings` replace some of its fields, by default those of DiLoCo.
         rules: how long others are waited for.
         seed: of everything random (groups, codecs); the same for all.

@@ -2,7 +2,7 @@
 
     for batch in loader:
         loss(model, batch).backward()
-        engine.average_gradients()      data-parallel training alone does something here
+        engine.average_gradients()      what data-parallel training needs; with others it does nothing
         optimizer.step(); optimizer.zero_grad()
         engine.step()
     engine.finish()
@@ -20,7 +20,7 @@ import contextlib
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ from lowcomm.comm.shares import mean_bytes
 from lowcomm.comm.world import World
 from lowcomm.methods.config import MethodConfig
 from lowcomm.methods.outer_state import flatten, unflatten_into
-from lowcomm.settings import ConfigError
+from lowcomm.settings import ConfigError, brief, nearest
 
 #: What parameters may be of: what is agreed is kept in fp32, which holds all their values.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -44,8 +44,10 @@ Change = Callable[[Values], None]
 def named_parameters(model: nn.Module | Mapping[str, Tensor], *, trained: bool = True) -> dict[str, Tensor]:
     """Parameters by name, of a module or as given; with `trained`, those that want a gradient alone.
 
-    Raises ConfigError where there are none, and for values that fp32 does not hold.
+    Raises ConfigError for what is neither, where there are none, and for values that fp32 does not hold.
     """
+    if not isinstance(model, nn.Module | Mapping):
+        raise ConfigError(f"a model is a module, or its parameters by name, not {brief(model)}")
     named = dict(model.named_parameters() if isinstance(model, nn.Module) else model)
     found = {name: p for name, p in named.items() if p.requires_grad or not trained}
     if not found:
@@ -55,6 +57,12 @@ def named_parameters(model: nn.Module | Mapping[str, Tensor], *, trained: bool =
             known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
             raise ConfigError(f"parameter {name} is of {str(p.dtype).removeprefix('torch.')}; exchanged are {known}")
     return found
+
+
+def check_ranks(world: World) -> None:
+    """Raise ConfigError for what are no ranks."""
+    if not isinstance(world, World):
+        raise ConfigError(f"an engine takes the ranks, as lowcomm.world() gives them, not {brief(world)}")
 
 
 def broadcast_weights(model: nn.Module | Mapping[str, Tensor], world: World) -> None:
@@ -93,7 +101,9 @@ def holding(parameters: list[Tensor], values: Tensor) -> Iterator[None]:
 
 
 def of_replicas(world: World, parameters: list[Tensor], which: Evaluated) -> Tensor:
-    """The first replica's own parameters, or the mean of all replicas', flat."""
+    """The first replica's own parameters, or the mean of all replicas', flat. Raises ConfigError for another choice."""
+    if which not in get_args(Evaluated):
+        raise ConfigError(f"there are no parameters named {which!r} to evaluate{nearest(which, get_args(Evaluated))}")
     own = flatten(parameters)
     if which == "first_replica":
         return world.broadcast(own, purpose="analysis")
@@ -186,7 +196,8 @@ class DataParallel(Engine):
     names = ("gradients",)
 
     def __init__(self, model: nn.Module | Mapping[str, Tensor], world: World, *, broadcast: bool = True):
-        self.named, self.world = named_parameters(model), world
+        check_ranks(world)
+        self.named, self.world, self._is_averaged = named_parameters(model), world, False
         if broadcast and world.replicas > 1:
             broadcast_weights(model, world)
 
@@ -197,6 +208,7 @@ class DataParallel(Engine):
 
     def average_gradients(self) -> None:
         """Replace gradients by their mean over replicas."""
+        self._is_averaged = True
         if self.world.replicas == 1:
             return
         for p in self.named.values():
@@ -204,6 +216,16 @@ class DataParallel(Engine):
                 p.grad = torch.zeros_like(p)
         grads = [p.grad for p in self.named.values()]
         unflatten_into(self.world.mean(flatten(grads).float(), purpose="gradients"), grads)
+
+    def step(self, tokens: int = 1) -> dict[str, float]:
+        """After an inner step. Raises ConfigError where its gradients were not averaged, so that replicas part."""
+        if not self._is_averaged:
+            raise ConfigError(
+                "data-parallel training averages gradients: call average_gradients() after each backward pass, before"
+                " the optimizer's step"
+            )
+        self._is_averaged = False
+        return {}
 
     def weights(self) -> dict[str, Tensor]:
         """The parameters, which all replicas share."""

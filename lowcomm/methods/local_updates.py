@@ -60,6 +60,7 @@ from lowcomm.methods.engine import (
     Engine,
     Evaluated,
     broadcast_weights,
+    check_ranks,
     holding,
     named_parameters,
     of_replicas,
@@ -68,7 +69,7 @@ from lowcomm.methods.outer import OuterOptimizer
 from lowcomm.methods.outer_state import OuterState, flatten, unflatten_into
 from lowcomm.methods.partial import Piece
 from lowcomm.methods.plan import OUTER, SLOW_WEIGHTS, Plan
-from lowcomm.settings import ConfigError, build, nearest, whole_number
+from lowcomm.settings import ConfigError, brief, build, nearest, whole_number
 
 
 def pairwise_cosine(vectors: list[Tensor]) -> float:
@@ -410,7 +411,12 @@ class LocalUpdates(Engine):
         layers: int | None = None,
         **settings: Any,
     ):
+        check_ranks(world)
         self.method = method = with_settings(method or self.default, settings)
+        if "boundary" in settings and constrain is None:
+            raise ConfigError(
+                "method.boundary is of the pipelines of `lowcomm train`: an engine compresses nothing between stages"
+            )
         seed = whole_number("seed", seed)
         steps = None if steps is None else whole_number("steps", steps, at_least=1)
         self.world, self.seed, self.steps = world, seed, steps
@@ -582,7 +588,12 @@ class LocalUpdates(Engine):
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Put back what `state_dict` gave. The model's parameters are the user's to put back."""
+        """Put back what `state_dict` gave. The model's parameters are the user's to put back.
+
+        Raises ConfigError for the state of another method or model.
+        """
+        if missing := sorted({"steps_done", *(f"{i}/agreed" for i in range(len(self.fragments)))} - state.keys()):
+            raise ConfigError(f"this is no state of a method of {len(self.fragments)} fragments: it lacks {missing[0]}")
         for index, fragment in enumerate(self.fragments):
             fragment.load_state_dict(of_fragment(state, index), self.world)
         self.steps_done, self._closed_after = int(state["steps_done"]), int(state.get("closed_after", -1))
@@ -615,6 +626,8 @@ def with_settings(method: MethodConfig, settings: Mapping[str, Any]) -> MethodCo
     Raises ConfigError for a field that there is not or that says nothing to an engine, or a value that is not of its
     kind.
     """
+    if not isinstance(method, MethodConfig):
+        raise ConfigError(f"a method is a MethodConfig, not {brief(method)}; its settings may also be given by name")
     fields = {f.name for f in dataclasses.fields(method)}
     for name in settings:
         if name not in fields:
