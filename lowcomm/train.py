@@ -19,6 +19,7 @@ the same command, as often as --max-restarts says: all go on from the last check
 does not resolve to the endpoint's address, torchrun needs --rdzv-conf is_host=1 there, and is_host=0 elsewhere.)
 
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1      # else torchrun waits in vain for a machine that is started anew
+    export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=110        # else torchrun kills, 30 s after SIGTERM, who writes a checkpoint
     torchrun --nnodes 4 --nproc-per-node 2 --max-restarts 10 --rdzv-backend c10d --rdzv-endpoint first-machine:29500 \\
         -m lowcomm.train noloco --variant dp4_pp2 --scale gpu --out /shared/noloco --set checkpoint.every_steps=500
 
@@ -37,7 +38,7 @@ Under SLURM, sbatch of
 
     #!/bin/bash
     #SBATCH --nodes=4 --ntasks-per-node=1 --gpus-per-node=2 --signal=TERM@120
-    export OMP_NUM_THREADS=1
+    export OMP_NUM_THREADS=1 TORCH_ELASTIC_SHUTDOWN_TIMEOUT=110
     srun .venv/bin/torchrun --nnodes "$SLURM_NNODES" --nproc-per-node 2 --rdzv-backend c10d \\
         --rdzv-endpoint "$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):29500" \\
         -m lowcomm.train noloco --variant dp4_pp2 --scale gpu --out /shared/noloco

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from lowcomm.experiment import LAUNCHER_VARIABLE, SAVING_S
+from lowcomm.experiment.claim import clear
 from lowcomm.experiment.project import overrides
 from lowcomm.experiment.run_folder import RunFolder
 from lowcomm.experiment.source import sha256, source_digest
@@ -361,7 +362,7 @@ def _clear(job: Job, source: str, *, keep: bool) -> None:
             print(f"{job.config.title}: the source has changed since its checkpoint was written; starting over")
         keep = False
     if not keep:
-        job.folder.clear()
+        clear(job.folder)
 
 
 def launch(run: str, **named: Any) -> dict[str, Any]:
@@ -468,7 +469,7 @@ def _clear_others(root: Path, times: Path, run: str, own: set[Path]) -> None:
         if gone not in begun and named[gone] is None:
             continue
         print(f"{gone.relative_to(root)} is no variant and seed of {run} any more: removed")
-        folder.clear()
+        clear(folder)
         for empty in (gone, gone.parent):
             if empty != root and not any(empty.iterdir()):
                 empty.rmdir()

@@ -3,11 +3,27 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Generator
+from typing import Any
 
 import pytest
 
 from lowcomm.comm import membership
-from lowcomm.comm.membership import NO_ANSWER, Close, Done, Fetch, Join, Lost, Member, Ready, Roll, Rollback, Rules, Say
+from lowcomm.comm.membership import (
+    NO_ANSWER,
+    Close,
+    Done,
+    Exchange,
+    Fetch,
+    Join,
+    Lost,
+    Member,
+    Ready,
+    Roll,
+    Rollback,
+    Rules,
+    Say,
+)
 from lowcomm.comm.transport import CommError
 from tests.faults import TOKENS, Fault, Faulty, schedule
 
@@ -306,3 +322,82 @@ def test_a_donor_that_does_not_answer_is_passed_over_and_a_newcomer_whom_nothing
     assert steps.send(True) == Fetch("a")
     with pytest.raises(CommError, match="c2 has asked a in vain: can it reach its address"):
         steps.send(NO_ANSWER)
+
+
+def driven(steps: Generator, roll: Roll, answers: Callable, then: Callable[[], None] = lambda: None) -> Any:
+    """Carry out what a member asks for, and return what it returns.
+
+    Who is called lost comes back at once. answers: gives the answer to a `Fetch` or an `Exchange`. then: called after
+    each request.
+    """
+    answer: Any = None
+    while True:
+        try:
+            request = steps.send(answer)
+        except StopIteration as end:
+            return end.value
+        answer = True
+        if isinstance(request, Fetch | Exchange):
+            answer = answers(request)
+        elif isinstance(request, Say):
+            roll.take(request.entry)
+            if isinstance(request.entry, Lost):
+                roll.take(Join(request.entry.who, roll.slot[request.entry.who], roll.latest))
+        then()
+
+
+def test_a_newcomer_that_can_reach_nobody_ends_after_a_time_out() -> None:
+    """It must not keep the others from their rounds for ever: whom it calls lost is there, and comes back."""
+    time_s = 0.0
+    roll = folded(*JOINED, *READY, *(Done(who, 0, 1) for who in "abc"), Join("c2", 2, 0))
+
+    def refused(request: Fetch) -> None:
+        nonlocal time_s
+        time_s += 0.1
+
+    member = Member("c2", 2, roll, lambda: time_s, Rules(timeout_s=10.0))
+    length = roll.length
+    with pytest.raises(CommError, match=r"c2 has asked \w in vain: can it reach its address"):
+        driven(member.catch_up(), roll, refused)
+    assert 10 < time_s < 12
+    assert roll.length == length + 4  # each donor was called lost once, and has come back
+    assert roll.donors() == ["a", "b"]
+
+
+def test_a_member_that_can_reach_nobody_gives_up() -> None:
+    time_s, roll = 0.0, folded(*JOINED)
+
+    def in_vain(request: Exchange) -> str:
+        nonlocal time_s
+        time_s += 0.1
+        return next(who for who in request.members if who != "a")
+
+    def all_are_ready() -> None:
+        for who in roll.ready.keys() ^ {"a", "b", "c"}:
+            roll.take(Ready(who, 0, 5))
+
+    member = Member("a", 0, roll, lambda: time_s, Rules(alone_s=30.0))
+    with pytest.raises(CommError, match=r"a has swapped with \w in vain: can it reach its address"):
+        driven(member.meet(5), roll, in_vain, all_are_ready)
+    assert 30 < time_s < 31
+
+
+def test_a_member_that_loses_somebody_in_each_round_goes_on_with_the_rest() -> None:
+    time_s, roll = 0.0, folded(*JOINED)
+
+    def without_b(request: Exchange) -> str:
+        nonlocal time_s
+        time_s += 20.0
+        return "b" if "b" in request.members else ""
+
+    def the_rest_does_its_part() -> None:
+        if "c" not in roll.ready and not roll.members:
+            roll.take(Join("b", 1, roll.latest))
+            roll.take(Ready("c", len(roll.rounds), 5))
+            roll.take(Ready("b", len(roll.rounds), 5))
+        if "a" in roll.done:
+            roll.take(Done("c", *roll.key))
+
+    member = Member("a", 0, roll, lambda: time_s, Rules(alone_s=30.0))
+    for _ in range(4):
+        assert driven(member.meet(5), roll, without_b, the_rest_does_its_part).members == ("a", "c")

@@ -25,7 +25,6 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Container, Generator, Sequence
 from dataclasses import asdict, dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -466,7 +465,6 @@ class _Attempt:
 
     def __init__(self, elastic: Elastic, request: Exchange):
         self.elastic, self.request, self.purpose = elastic, request, ""
-        self.axis = SimpleNamespace(ranks=request.members)
         self.phase = 0
 
     def swap(
@@ -495,7 +493,8 @@ class _Attempt:
 def check_place(slot: int, slots: int, quorum: int) -> None:
     """Raise ConfigError where there is no such slot, or no round can have that many members."""
     if not 0 <= slot < slots or not 1 <= quorum <= slots:
-        raise ConfigError(f"slot {slot} and a quorum of {quorum} do not go with {slots} slots")
+        rule = f"slots count from 0 to {slots - 1}, and a quorum is of 1 to {slots}"
+        raise ConfigError(f"slot {slot} and a quorum of {quorum} do not go with {slots} slots: {rule}")
 
 
 class Elastic:
@@ -738,6 +737,8 @@ class Elastic:
         if not self.read():
             return f"{waited} for the store of the replicas' membership to answer"
         roll = self.roll
+        if roll.rounds and not roll.donors():
+            return f"{waited} for who has the parameters of round {len(roll.rounds)}, or a checkpoint of one before"
         there = f"{len(roll.ready)} of the {roll.quorum} replicas that a round needs are ready"
         return f"{waited} in round {len(roll.rounds)}: {there}"
 

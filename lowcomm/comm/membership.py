@@ -307,8 +307,8 @@ class Rules:
 
     grace_s: for the others, once a quorum is ready. silence_s: in an exchange, for any sign of a member: bytes, or the
     word that it is alive, which each gives all others several times in that while. timeout_s: for a donor's answer, and
-    for an exchange in which nothing moves. alone_s: for the log to answer, or for a quorum to come together, before it
-    gives up.
+    for an exchange in which nothing moves. alone_s: for the log to answer, for a quorum to come together, or for an
+    exchange with others to succeed, before it gives up.
     """
 
     timeout_s: float = 30.0
@@ -347,6 +347,9 @@ class Member:
     ):
         self.who, self.slot, self.roll, self.now, self.rules, self.heard = who, slot, roll, now, rules, heard
         self.version = 0
+        self._in_vain: dict[
+            str, float
+        ] = {}  # whom this member has called lost since its last round with others, and when
 
     def join(self, version: int) -> Generator[Request, Any, None]:
         """Take the slot, with parameters of a version: 0 for those that all begin with, else of a checkpoint's."""
@@ -359,12 +362,13 @@ class Member:
         Where there has been no donor for three time-outs, this replica asks all to go back to the latest round that
         somebody has (`Rollback`). Returns True when it has the latest round and is awaited; False where its slot has
         another holder, and where the run is over and nobody is left who has its end. Raises CommError where it is this
-        replica that no answer reaches: all of several donors have been asked in vain, or a single one has, was called
-        lost for that, and has spoken in the log since.
+        replica that reaches nobody, or that no answer reaches: all of several donors have been asked in vain, or a
+        single one has, was called lost for that, and has spoken in the log since; one that could not even be asked is
+        tried for a time-out then.
         """
         roll, alone_since = self.roll, None
         deaf: set[str] = set()
-        called_lost: set[str] = set()
+        called_lost: dict[str, float] = {}  # when
         while True:
             while not (yield Look()):
                 pass
@@ -382,19 +386,21 @@ class Member:
                 if not unasked and len(donors) > 1:
                     raise CommError(f"{self.who} has asked {', '.join(donors)} in vain: can they reach its address?")
                 donors = unasked or donors
+                donors = [who for who in donors if who not in called_lost] or donors
                 donor = donors[(self.slot + roll.length) % len(donors)]
                 version = yield Fetch(donor)
                 if version == NO_ANSWER and len(roll.donors()) > 1:
                     deaf.add(donor)
                     continue
                 if version in (None, NO_ANSWER):
-                    if version == NO_ANSWER and donor in called_lost:
+                    if donor not in called_lost:
+                        called_lost[donor] = self.now()
+                        yield from self._say(Lost(donor, *key, self.who))
+                    elif version == NO_ANSWER or self.now() - called_lost[donor] > self.rules.timeout_s:
                         raise CommError(f"{self.who} has asked {donor} in vain: can it reach its address?")
-                    if version == NO_ANSWER:
-                        called_lost.add(donor)
-                    yield from self._say(Lost(donor, *key, self.who))
                     continue
                 deaf.clear()
+                called_lost.clear()
                 if roll.rounds_of(version) > roll.rounds_of(self.version):
                     self.version = version
                     yield from self._say(Join(self.who, self.slot, version))
@@ -428,7 +434,8 @@ class Member:
         """Take part in the round under way with what was trained on so many tokens.
 
         Returns the round as it was committed, whose mean is to be applied; None where it went on without this replica,
-        which then has to `catch_up`.
+        which then has to `catch_up`. Raises CommError where it is this replica that does not reach the others: whom it
+        has called lost comes back and gives it no answer, and there was no round with others for `Rules.alone_s`.
         """
         roll, number, me = self.roll, len(self.roll.rounds), self.who
         yield from self._say(Ready(me, number, tokens))
@@ -453,6 +460,8 @@ class Member:
                 waiting = key, self.now()
                 if me in roll.members:
                     lost = yield Exchange(key, roll.members)
+                    if lost and self.now() - self._in_vain.setdefault(lost, self.now()) > self.rules.alone_s:
+                        raise CommError(f"{me} has swapped with {lost} in vain: can it reach its address?")
                     if roll.key == key:
                         yield from self._say(Lost(lost, *key, me) if lost else Done(me, *key))
                     looked = self.now()
@@ -473,6 +482,8 @@ class Member:
             committed = roll.rounds[kept]
             if me in committed.members and roll.version[me] == committed.id:
                 self.version = committed.id
+                if len(committed.members) > 1:
+                    self._in_vain.clear()
                 return committed
         return None
 

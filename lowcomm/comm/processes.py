@@ -16,7 +16,8 @@ import time
 import uuid
 import zlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,7 @@ from lowcomm.comm.transport import HEADER_BYTES, CommError, Consume, Expected, H
 from lowcomm.settings import ConfigError
 
 log = logging.getLogger("lowcomm")
+T = TypeVar("T")
 
 #: A payload that is consumed as it comes is cut into pieces of this size, and this many of them are on their way
 #: from each peer: small enough that a piece is summed while it is still in the cache.
@@ -58,7 +60,7 @@ def elastic_store(address: str, *, hosts: bool = False, timeout_s: float = 30.0)
         return dist.TCPStore(host, port, is_master=hosts, wait_for_workers=False, timeout=timeout)
 
     try:
-        found = connected(int(port), hosts=hosts, timeout_s=timeout_s)
+        found = _within(timeout_s, lambda: connected(int(port), hosts=hosts, timeout_s=timeout_s))
     except RuntimeError as error:
         why = str(error).splitlines()[0]
         if hosts:
@@ -72,6 +74,26 @@ def elastic_store(address: str, *, hosts: bool = False, timeout_s: float = 30.0)
         here=host if _is_loopback(host) else _address_for_others(host, found.port),
         connect=None if hosts else lambda: connected(found.port, hosts=False, timeout_s=within_s),
     )
+
+
+def _within(timeout_s: float, call: Callable[[], T]) -> T:
+    """Return what a call returns. Raises what it raises, and RuntimeError where it takes longer than the time-out."""
+    found: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
+
+    def work() -> None:
+        try:
+            found.put((call(), None))
+        except BaseException as error:
+            found.put((None, error))
+
+    threading.Thread(target=work, name="connect", daemon=True).start()
+    try:
+        value, error = found.get(timeout=timeout_s + 1.0)  # which the call keeps itself, where it does
+    except queue.Empty:
+        raise RuntimeError(f"it does not answer within {timeout_s:g} s") from None
+    if error is not None:
+        raise error
+    return value
 
 
 def _address_towards(host: str, port: int) -> str:

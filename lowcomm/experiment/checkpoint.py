@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lowcomm.comm.world import World
-from lowcomm.experiment.run_folder import checkpoint_folders, remove_checkpoint
+from lowcomm.experiment.run_folder import checkpoint_folders, remove_checkpoint, set_aside
 from lowcomm.experiment.source import sha256
 from lowcomm.settings import ConfigError, first_difference
 
@@ -28,7 +28,7 @@ log = logging.getLogger("lowcomm")
 VERSION = 3
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
     """Put a file or a folder's entries on disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
@@ -40,7 +40,7 @@ def _flush(path: Path) -> None:
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
     """Write a safetensors file to disk."""
     save_file({k: v.detach().contiguous().cpu() for k, v in tensors.items()}, path)
-    _flush(path)
+    flush(path)
 
 
 class Checkpoints:
@@ -76,10 +76,11 @@ class Checkpoints:
             manifest = {"version": VERSION, "step": step, "ranks": self.world.size, "run": run, "sha256": files}
             manifest["tensors"] = shapes
             self._write_json(partial / "manifest.json", manifest)
-            if final.exists():
-                remove_checkpoint(final)
+            replaced = [set_aside(final)] if final.is_dir() and not final.is_symlink() else []
             partial.rename(final)
-            _flush(self.folder)
+            flush(self.folder)
+            for old in replaced:
+                remove_checkpoint(old)
             kept = [there for there in self.steps() if there <= step][-self.keep :]
             for old in set(self.steps()).difference(kept):
                 remove_checkpoint(self._path(old))
@@ -92,7 +93,7 @@ class Checkpoints:
     @staticmethod
     def _write_json(path: Path, value: Any) -> None:
         path.write_text(json.dumps(value) + "\n")
-        _flush(path)
+        flush(path)
 
     def newest(
         self, run: dict[str, Any], recorded: int | None = None

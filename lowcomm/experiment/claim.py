@@ -36,7 +36,7 @@ class Claim:
         self.folder = folder
         folder.check_own()
         self.token = uuid.uuid4().hex
-        self._file = self._locked()
+        self._file = _locked(folder)
         try:
             self._check(run, again=again)
         except BaseException:
@@ -48,26 +48,6 @@ class Claim:
         json.dump({"process": os.getpid(), "host": socket.gethostname(), "token": self.token}, self._file)
         self._file.flush()
         os.fsync(self._file.fileno())
-
-    def _locked(self) -> IO[str]:
-        lock = self.folder.lock
-        while True:
-            file = lock.open("a+")
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                file.seek(0)
-                held = _read(file.read())
-                file.close()
-                raise ConfigError(
-                    f"{self.folder.out} is in use: process {held.get('process')} on {held.get('host')} trains there"
-                ) from None
-            try:
-                if lock.stat().st_ino == os.fstat(file.fileno()).st_ino:
-                    return file
-            except FileNotFoundError:
-                pass
-            file.close()  # whoever had it was done and has removed it, just now
 
     def _check(self, run: dict[str, Any], *, again: bool) -> None:
         folder = self.folder
@@ -112,8 +92,39 @@ def is_held(folder: RunFolder, token: str) -> bool:
         return False
 
 
+def clear(folder: RunFolder) -> None:
+    """Remove what a run has left in its folder. Raises ConfigError where a job trains there."""
+    if not folder.out.exists():
+        return folder.clear()
+    with _locked(folder):
+        folder.clear()
+        folder.lock.unlink()
+
+
+def _locked(folder: RunFolder) -> IO[str]:
+    """Return the folder's lock, held until it is closed. Raises ConfigError that names who holds it."""
+    lock = folder.lock
+    while True:
+        file = lock.open("a+")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            held = _read(file.read())
+            file.close()
+            raise ConfigError(
+                f"{folder.out} is in use: process {held.get('process')} on {held.get('host')} trains there"
+            ) from None
+        try:
+            if lock.stat().st_ino == os.fstat(file.fileno()).st_ino:
+                return file
+        except FileNotFoundError:
+            pass
+        file.close()  # whoever had it was done and has removed it, just now
+
+
 def _read(text: str) -> dict[str, Any]:
-    """JSON's dictionary; {} of what is none."""
+    """Parse a JSON object; return {} where the text is none."""
     try:
         found = json.loads(text)
     except ValueError:

@@ -8,9 +8,13 @@ as a whole or not at all.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import io
 import json
+import os
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -31,6 +35,7 @@ from lowcomm.settings import ConfigError
 END_OF_TEXT = 1  # id of the token between documents
 _MARK = "\u2581"  # sentencepiece writes a space so; the character itself must travel as bytes
 _SPLITS = ("train", "validation", "tuning")
+_PREPARED = rf"(card\.json|tokenizer\.model|({'|'.join(_SPLITS)})(-\d+\.bin|\.parquet))"  # names of files in the folder
 
 
 class Tokenizer:
@@ -187,17 +192,39 @@ def _split_rows(folder: Path, split: str) -> Iterator[dict]:
 def prepare(corpus: CorpusConfig, config: DataConfig, out: Path, root: Path | None = None) -> dict[str, Any]:
     """Build the folder `out` from a corpus and return its card; local paths begin at `root` (default: the working one).
 
-    What an interrupted call left behind is thrown away and said so. Raises ConfigError.
+    What an interrupted call left behind is thrown away and said so. Raises ConfigError, also where another process
+    prepares the same folder, or where it holds what no preparation puts there.
     """
+    if strangers := sorted(p.name for p in out.glob("*") if not re.fullmatch(_PREPARED, p.name)):
+        raise ConfigError(f"{out} holds {', '.join(strangers[:5])}, which no corpus is of: choose another folder")
     partial = out.with_name(out.name + ".partial")
     try:
         if partial.exists():
-            tqdm.write(f"{partial.name}: left by an interrupted preparation; starting over")
-            shutil.rmtree(partial)
+            with _locked(partial):
+                tqdm.write(f"{partial.name}: left by an interrupted preparation; starting over")
+                shutil.rmtree(partial)
         partial.mkdir(parents=True)
     except OSError as error:
         raise ConfigError(f"output folder {out} cannot be written: {error}") from None
-    counts = _gather(corpus, config, partial, root or Path.cwd())
+    with _locked(partial):
+        return _prepare(corpus, config, out, partial, root or Path.cwd())
+
+
+@contextlib.contextmanager
+def _locked(partial: Path) -> Iterator[None]:
+    """Hold a folder that is prepared, inside. Raises ConfigError where another process does."""
+    fd = os.open(partial, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise ConfigError(f"{partial} is in use: another process prepares this corpus") from None
+    finally:
+        os.close(fd)
+
+
+def _prepare(corpus: CorpusConfig, config: DataConfig, out: Path, partial: Path, root: Path) -> dict[str, Any]:
+    counts = _gather(corpus, config, partial, root)
     share = config.tokenizer_characters / counts["train"]["characters"]
     _, low = _bounds(config)
     limit = low + (1 - low) * share  # a document's place in [low, 1) decides, so the sample is spread evenly

@@ -31,15 +31,22 @@ from lowcomm.experiment.checkpoint import Checkpoints
 from lowcomm.experiment.claim import Claim
 from lowcomm.experiment.config import RunConfig
 from lowcomm.experiment.run_folder import Metrics, RunFolder
-from lowcomm.experiment.source import source_digest
 from lowcomm.experiment.stop import StopAgreement
-from lowcomm.experiment.train import OnRow, claimed, environment, put_back, started_with, write_results
+from lowcomm.experiment.train import (
+    OnRow,
+    claimed,
+    digests,
+    environment,
+    mark_source,
+    put_back,
+    started_with,
+    write_results,
+)
 from lowcomm.experiment.trainer import Trainer, is_due
 from lowcomm.methods.elastic import ElasticUpdates
 from lowcomm.settings import ConfigError
 
 log = logging.getLogger("lowcomm")
-_SOURCE = source_digest()  # as it is when it is loaded
 
 
 def slot_folder(folder: RunFolder, slot: int) -> RunFolder:
@@ -84,16 +91,20 @@ def train_elastic(
     folder.make()
     t = config.train
     data = TokenData(data_folder, seq_len=t.seq_len, global_batch=t.global_batch, seed=config.seed, alike=t.alike)
-    run = config.identity() | {"slot": slot, "tokenizer": data.card["tokenizer_sha256"]}
+    run = config.identity() | digests(data) | {"slot": slot}
     begun = started_with(config, data)
     own.agree(begun)
-    with claimed(folder, own, run, again=again) as claim:
-        told = {"notes": notes, "slot": slot, "slots": config.replicas, "rules": rules, "quorum": quorum, "host": host}
-        trainer = Trainer(config, own, data, elastic=told | {"begun": begun})
-        try:
+    told = {"notes": notes, "slot": slot, "slots": config.replicas, "rules": rules, "quorum": quorum, "host": host}
+    trainer = Trainer(config, own, data, elastic=told | {"begun": begun})
+    try:
+        if trainer.engine.is_over() and folder.read_summary() is not None and again:
+            raise ConfigError(
+                f"the run of this store is over, and {folder.out} has its results: to train it anew, use another store"
+            )
+        with claimed(folder, own, run, again=again) as claim:
             return _train(trainer, folder, run, claim, on_row)
-        finally:
-            trainer.engine.close()
+    finally:
+        trainer.engine.close()
 
 
 def _check(config: RunConfig, slot: int) -> None:
@@ -123,9 +134,11 @@ def _train(
         if claim:
             if not folder.metrics(0).exists():  # else an earlier start was killed before its first checkpoint
                 claim.begin()
-            folder.source.write_text(_SOURCE)
+            mark_source(folder, begins=True)
         own.barrier()
     else:
+        if claim:
+            mark_source(folder, begins=False)
         step, tensors, meta = found
         put_back(trainer, step, tensors, folder)
         for ledger, told in zip(_ledgers(trainer), meta["ledgers"], strict=True):
@@ -160,6 +173,7 @@ def _train(
             return _leave(trainer, checkpoints, metrics, run)
         metrics.write()
         clock.write()
+        _save(trainer, checkpoints, metrics, run)  # as nobody may be left who has the end, if that cannot be written
         summary = _summary(trainer)
         write_results(trainer, folder, summary)
         checkpoints.clear()

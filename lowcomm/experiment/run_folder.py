@@ -80,12 +80,12 @@ def _whole_rows(path: Path) -> list[tuple[int, bytes]]:
 
 
 def recorded_steps(path: Path) -> int:
-    """The last step of which a metrics file has a whole row, and rows of all steps before; 0 where it has none."""
+    """Return the last step up to which every row of a metrics file is whole; 0 where none is."""
     return len(_whole_rows(path))
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics file. Raises ConfigError that names the file and the line that is none."""
+    """The rows of a metrics file. Raises ConfigError that names the file and the line that is not a valid row."""
     rows = []
     for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
         try:
@@ -101,14 +101,17 @@ def checkpoint_folders(folder: Path) -> list[Path]:
     return sorted((path for path in there if path.is_dir()), key=lambda path: int(path.stem[5:]))
 
 
+def set_aside(path: Path) -> Path:
+    """Rename the folder of a checkpoint, so that it is not taken for a whole one; returns its new path."""
+    gone = path.with_name(path.name + ".gone")
+    shutil.rmtree(gone, ignore_errors=True)
+    return path.rename(gone)
+
+
 def remove_checkpoint(path: Path) -> None:
     """Remove the folder of a checkpoint, unless it is a link; what a kill leaves of it is not taken for a whole one."""
     if not path.is_symlink():
-        if not path.suffix:
-            gone = path.with_name(path.name + ".gone")
-            shutil.rmtree(gone, ignore_errors=True)
-            path = path.rename(gone)
-        shutil.rmtree(path, ignore_errors=True)
+        shutil.rmtree(path if path.suffix else set_aside(path), ignore_errors=True)
 
 
 @dataclass(frozen=True)
@@ -243,7 +246,8 @@ class RunFolder:
         for folder in self._folders:
             with contextlib.suppress(OSError):
                 folder.rmdir()
-        for file in (*self._files, self.source, *self.times.glob("trace-*.jsonl")):
+        measured = (*self.times.glob("trace-*.jsonl"), *self.times.glob("rank-*.jsonl"))
+        for file in (*self._files, self.source, *measured):
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 file.unlink()
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from lowcomm.comm.start import run_threads
 from lowcomm.comm.world import World
 from lowcomm.experiment.batches import TokenData
-from lowcomm.experiment.checkpoint import Checkpoints, save_tensors
+from lowcomm.experiment.checkpoint import Checkpoints, flush, save_tensors
 from lowcomm.experiment.claim import Claim, is_held
 from lowcomm.experiment.config import RunConfig
 from lowcomm.experiment.run_folder import Metrics, RunFolder, read_metrics, recorded_steps
@@ -38,6 +38,8 @@ from lowcomm.settings import ConfigError
 
 log = logging.getLogger("lowcomm")
 _SOURCE = source_digest()  # as it is when it is loaded
+#: Stands for the digest of the code where a run was made with more than one.
+SEVERAL = "several"
 #: What one machine writes is seen by all others that share the folder after this long at most.
 _SEEN_WITHIN_S = 10.0
 #: What a caller sees of each step: the trainer, and the row of metrics.
@@ -66,19 +68,35 @@ def train(
     data = TokenData(data_folder, seq_len=t.seq_len, global_batch=t.global_batch, seed=config.seed, alike=t.alike)
     world.agree(started_with(config, data))
     trainer = Trainer(config, world, data)
-    run = config.identity() | {"tokenizer": data.card["tokenizer_sha256"]}
+    run = config.identity() | digests(data)
     with claimed(folder, world, run, again=again) as claim:
         return _train(trainer, folder, run, claim, on_row)
 
 
 def started_with(config: RunConfig, data: TokenData) -> dict[str, Any]:
     """Return what all ranks must have been started with, by name."""
-    told = config.flat() | {"source": _SOURCE, "tokenizer": data.card["tokenizer_sha256"]}
-    told |= {f"corpus, {split}": [s["sha256"] for s in part["shards"]] for split, part in data.card["splits"].items()}
+    told = config.flat() | {"source": _SOURCE} | digests(data)
     if config.train.weights:  # wherever each machine has them
         files = sorted(Path(config.train.weights).glob("*.safetensors"))
         told["train.weights"] = [sha256(file) for file in files]
     return told
+
+
+def digests(data: TokenData) -> dict[str, Any]:
+    """Return the digests of the tokenizer and of each split's shards, by name."""
+    shards = {f"corpus, {split}": part["shards"] for split, part in data.card["splits"].items()}
+    return {"tokenizer": data.card["tokenizer_sha256"]} | {
+        name: [shard["sha256"] for shard in some] for name, some in shards.items()
+    }
+
+
+def mark_source(folder: RunFolder, *, begins: bool) -> None:
+    """Write down with which code a run is made; with `SEVERAL` where it goes on with other code than it began with."""
+    if begins:
+        folder.source.write_text(_SOURCE)
+    elif folder.made_with not in (_SOURCE, SEVERAL):
+        log.warning("the code is another than the run in %s began with: it counts as no run of either", folder.out)
+        folder.source.write_text(SEVERAL)
 
 
 @contextlib.contextmanager
@@ -113,11 +131,13 @@ def _train(
         put_back(trainer, start, tensors, folder)
         world.ledger.load(meta["ledger"])
         log.info("resuming %s at step %d", config.name, start)
+        if world.rank == 0:
+            mark_source(folder, begins=False)
         elapsed = meta["elapsed"]
     else:
         if world.rank == 0:
             claim.begin()
-            folder.source.write_text(_SOURCE)
+            mark_source(folder, begins=True)
         world.barrier()
         if (epochs := t.steps / data.epoch_steps()) > 1 and world.rank == 0:
             log.info("%s sees its training windows %.1f times", config.name, epochs)
@@ -219,7 +239,9 @@ def write_results(trainer: Trainer, folder: RunFolder, summary: dict[str, Any]) 
         save_tensors(weights, folder.model)
         partial = folder.summary.with_suffix(".tmp")
         partial.write_text(json.dumps(summary, indent=1) + "\n")
+        flush(partial)
         partial.rename(folder.summary)  # there only when the run is complete
+        flush(folder.out)
 
 
 def _summary(trainer: Trainer, rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -36,16 +36,18 @@ trains the slice of its number, and a slice none of whose owners is in a round h
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
+import queue
 import threading
 import time
 import uuid
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 import safetensors.torch
 import torch
@@ -72,6 +74,7 @@ from lowcomm.methods.local_updates import (
 from lowcomm.methods.plan import OUTER, SLOW_WEIGHTS, Plan, Turn, check_mean
 from lowcomm.settings import ConfigError, first_difference, whole_number
 
+T = TypeVar("T")
 #: What happens to others, seen from one: the slots that a round has no more, or has again.
 Event = Callable[[Round, tuple[int, ...]], None]
 
@@ -116,15 +119,43 @@ class _Gap:
         return pace if self.was_hurried else min(1.0, _FASTER * pace)
 
 
+class _Worker:
+    """Calls one function after the other, in a daemon thread: what waits there for others keeps no process alive."""
+
+    def __init__(self, name: str):
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    def _work(self) -> None:
+        while (asked := self._calls.get()) is not None:
+            future, call = asked
+            try:
+                future.set_result(call())
+            except BaseException as error:
+                future.set_exception(error)
+
+    def submit(self, function: Callable[..., T], *args: Any) -> Future[T]:
+        """Call a function after those that were asked for before."""
+        future: Future[T] = Future()
+        self._calls.put((future, functools.partial(function, *args)))
+        return future
+
+    def shutdown(self) -> None:
+        """Wait until all calls have ended."""
+        self._calls.put(None)
+        self._thread.join()
+
+
 class _Watch:
     """Looks whether others wait for a replica's turn, the `number`th round, or have gone on without it."""
 
-    def __init__(self, elastic: Elastic, number: int, pool: ThreadPoolExecutor):
+    def __init__(self, elastic: Elastic, number: int, worker: _Worker):
         self._elastic, self._number = elastic, number
         self._over = threading.Event()
         self._since: float | None = None
         self.says_hurry = False
-        self._looking = pool.submit(self._look)
+        self._looking = worker.submit(self._look)
 
     def _look(self) -> None:
         """Look until that is so, or until told to end."""
@@ -227,12 +258,13 @@ class ElasticUpdates(Engine):
         self._loaded = self._is_finished = False
         self._lock = threading.Condition()
         self._under_way: tuple[int, Future[Round | None]] | None = None
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix=f"elastic-{slot}")
+        self._worker = _Worker(f"elastic-{slot}")
         stage, stages = (0, 1) if self.world is None else (self.world.stage, self.world.stages)
         if self.world is not None:
             self._check_turns(self.world)
         # What is refused so far leaves no word in the store, which the others would be held to.
         own = {"slots": slots, "steps": steps, "seed": seed, "stages": stages, "quorum": quorum}
+        own["rules.silence_s"] = (rules or Rules()).silence_s  # by which each times the signs that others wait for
         self._agree(notes, f"settings/{stage}", begun_with(method, self.named, **{**(begun or {}), **own}))
         self._log = _asked(notes, "log", uuid.uuid4().hex)  # which one it is: versions of another mean nothing in it
         who = f"{slot}.{uuid.uuid4().hex[:12]}"
@@ -316,7 +348,9 @@ class ElasticUpdates(Engine):
     def _agree(notes: Notes, what: str, mine: dict[str, Any]) -> None:
         told = json.dumps(mine)
         if differs := first_difference(json.loads(_asked(notes, what, told)), json.loads(told), "there"):
-            raise ConfigError(f"replicas were started differently: {differs}")
+            raise ConfigError(
+                f"replicas were started differently: {differs} (a store is of one run: another run needs another store)"
+            )
 
     def join(self) -> None:
         """Take the slot, and come to where the others are, if they are under way.
@@ -339,6 +373,11 @@ class ElasticUpdates(Engine):
     def is_training(self) -> bool:
         """Tell whether there are inner steps left to take."""
         return self.steps_done < self.steps
+
+    def is_over(self) -> bool:
+        """Tell whether all rounds of the run are committed, as far as the store's log can be read."""
+        self.elastic.read()
+        return bool(self._says(self.elastic.roll.is_over))
 
     @property
     def rounds_done(self) -> int:
@@ -415,7 +454,7 @@ class ElasticUpdates(Engine):
         try:
             self._end_watch()
         finally:
-            self._pool.shutdown()
+            self._worker.shutdown()
             self.elastic.close()
 
     def evaluated(self, which: Evaluated = "agreed") -> AbstractContextManager[None]:
@@ -459,7 +498,7 @@ class ElasticUpdates(Engine):
     def _begin_watch(self) -> None:
         """Look, beside the inner steps and at the first stage, whether others wait for this replica's next turn."""
         if self._next < len(self._turns) and self.elastic.stage == 0:
-            self._watch = _Watch(self.elastic, self._next, self._pool)
+            self._watch = _Watch(self.elastic, self._next, self._worker)
 
     def _end_watch(self) -> float:
         """Look no more; returns for how many seconds the others have waited."""
@@ -475,7 +514,7 @@ class ElasticUpdates(Engine):
         self.pace = self._gap.pace_after(self.pace)
         self._gap = _Gap(self.steps_done, is_whole=True)
         self.elastic.step = turn.step
-        meeting = self._pool.submit(self._meet, turn, self._payloads(turn), self._tokens)
+        meeting = self._worker.submit(self._meet, turn, self._payloads(turn), self._tokens)
         self._sent_tokens, self._tokens = self._tokens, 0
         self._next += 1
         self._under_way = turn.step + (0 if turn.step == self.steps else self.plan.overlap(self.slot)), meeting
@@ -547,7 +586,12 @@ class ElasticUpdates(Engine):
             fragment.unsay()
         self._loaded = False
         if (found := self.elastic.catch_up()) is None:
-            raise ConfigError(f"slot {self.slot} has another holder, or the run is over and nobody is left of it")
+            roll = self.elastic.roll
+            if not roll.holds(self.elastic.member.who):
+                raise ConfigError(f"slot {self.slot} has another holder, {roll.holder[self.slot]}, which came later")
+            raise ConfigError(
+                f"the run of this store is over, after {len(roll.rounds)} rounds, and nobody is left who has its end"
+            )
         done, tokens = found
         if done <= self._next and not self._loaded:  # the round that this replica trains for, or has sent for, is open
             if done < self._next:

@@ -25,6 +25,7 @@ from typing import Any
 from lowcomm.codecs.bits import NotFinite
 from lowcomm.comm.start import default_device
 from lowcomm.experiment import LAUNCHER_VARIABLE, SAVING_S
+from lowcomm.experiment.claim import clear
 from lowcomm.experiment.run_folder import RunFolder
 from lowcomm.experiment.source import source_digest
 from pipelines.ladder.plan import Point, write_whole
@@ -71,7 +72,7 @@ def train_point(point: Point, *, compiled: bool = True) -> dict[str, Any] | None
         config = dataclasses.replace(config, train=dataclasses.replace(config.train, compile=False))
     folder, begin, made_from = folder_of(point), time.perf_counter(), point.made_from()
     if folder.made_with != source_digest():
-        folder.clear()
+        clear(folder)
     outcome: dict[str, Any] = {"row": point.row.name, "rung": point.rung, "seed": point.seed}
     outcome |= {"values": dict(point.values), "made_from": made_from}
     try:
