@@ -15,7 +15,7 @@ import pytest
 
 from lowcomm.comm.start import run_threads
 from lowcomm.comm.world import World
-from lowcomm.experiment.claim import Claim
+from lowcomm.experiment.claim import Claim, clear
 from lowcomm.experiment.config import RunConfig
 from lowcomm.experiment.run_folder import RunFolder
 from lowcomm.experiment.train import train, train_in_threads
@@ -189,3 +189,16 @@ def test_training_that_diverges_ends_with_a_word(corpus: Path, tmp_path: Path) -
     assert "training has diverged" in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "run" / "summary.json").exists()
+
+
+def test_a_folder_in_which_a_job_trains_is_not_cleared_by_others(tmp_path: Path) -> None:
+    folder = RunFolder.beside(tmp_path / "run")
+    clear(folder)  # where there is nothing
+    folder.make()
+    held = Claim(folder, {"lr": 1})
+    with pytest.raises(ConfigError, match="is in use: process .* trains there"):
+        clear(folder)
+    assert folder.settings.exists()
+    held.release()
+    clear(folder)
+    assert not list(folder.out.iterdir())

@@ -371,6 +371,25 @@ def test_an_interrupted_preparation_starts_over(tmp_path: Path, monkeypatch: pyt
     TokenData(tmp_path / "out", seq_len=32, global_batch=4, seed=0)
 
 
+def test_a_folder_is_prepared_by_one_process_and_holds_nothing_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def another_comes(*args, **kwargs):
+        with pytest.raises(ConfigError, match=r"out.partial is in use: another process prepares this corpus"):
+            prepare(CorpusConfig("docstrings"), SMALL, tmp_path / "out")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Tokenizer, "train", another_comes)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(CorpusConfig("docstrings"), SMALL, tmp_path / "out")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.tex").touch()
+    with pytest.raises(ConfigError, match="out holds thesis.tex, which no corpus is of: choose another folder"):
+        prepare(CorpusConfig("docstrings"), SMALL, tmp_path / "out")
+    assert (tmp_path / "out" / "thesis.tex").exists()
+
+
 def test_a_projects_corpus_is_prepared_where_it_is_missing_or_another_or_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

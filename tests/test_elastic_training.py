@@ -386,3 +386,30 @@ def test_slots_of_other_settings_are_refused(store: Notes, corpus: Path, tmp_pat
     rules = Rules(timeout_s=5.0, grace_s=0.5)
     in_threads(lambda: train_elastic(config, store, 0, corpus, tmp_path / "run", rules=rules, quorum=1), other)
     assert said == ["refused"]
+
+
+def test_results_are_not_given_up_for_a_run_that_cannot_begin(store: Notes, corpus: Path, tmp_path: Path) -> None:
+    config, out = small_run(replicas=1), tmp_path / "run"
+    train_elastic(config, store, 0, corpus, out)
+    summary = (out / "slot-000" / "summary.json").read_bytes()
+    with pytest.raises(ConfigError, match="the run of this store is over, and .*slot-000 has its results"):
+        train_elastic(config, store, 0, corpus, out, again=True)
+    other = elastic_store("127.0.0.1:0", hosts=True)
+    with pytest.raises(ConfigError, match="host = 192.0.2.1 is no address of this machine"):
+        train_elastic(config, other, 0, corpus, out, again=True, host="192.0.2.1")
+    assert (out / "slot-000" / "summary.json").read_bytes() == summary
+    assert train_elastic(config, other, 0, corpus, out, again=True)["complete"]
+
+
+def test_the_end_is_kept_where_it_cannot_be_written(
+    store: Notes, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*told: Any) -> None:
+        raise Crash
+
+    config = small_run(replicas=1)
+    with monkeypatch.context() as patch:
+        patch.setattr("lowcomm.experiment.elastic.write_results", full)
+        with pytest.raises(Crash):
+            train_elastic(config, store, 0, corpus, tmp_path / "run")
+    assert train_elastic(config, store, 0, corpus, tmp_path / "run")["complete"]

@@ -661,3 +661,25 @@ def test_the_command_keeps_a_store() -> None:
         child.terminate()
     assert child.wait(30) == 0
     child.stdout.close()
+
+
+STEP_THAT_FAILS = """
+import sys
+
+from torch import nn
+
+import lowcomm
+
+store, model = lowcomm.elastic_store("127.0.0.1:0", hosts=True), nn.Linear(2, 1)
+sync = lowcomm.ElasticUpdates(model, store, slot=0, slots=2, steps=100, quorum=1, sync_every_steps=5)
+sync.join()
+sync.step()
+raise RuntimeError("the data is gone")
+"""
+
+
+def test_a_process_whose_step_fails_ends() -> None:
+    words = [sys.executable, "-c", STEP_THAT_FAILS]
+    done = subprocess.run(words, env=clean_environment(), capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 1
+    assert "RuntimeError: the data is gone" in done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 
@@ -9,6 +10,7 @@ import pytest
 
 from lowcomm import elastic_store
 from lowcomm.comm.notes import KeyValueStore, Notes
+from lowcomm.comm.transport import CommError
 from tests.harness import in_threads
 
 
@@ -127,3 +129,11 @@ def test_who_closes_waits_for_what_is_under_way_and_asks_nothing_more() -> None:
     asking.join()
     assert not any(thread.is_alive() for thread in notes._threads)
     assert notes.look("there") is None
+
+
+def test_a_store_that_does_not_answer_is_waited_for_no_longer_than_asked() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # which takes connections, and says nothing
+        begin = time.monotonic()
+        with pytest.raises(CommError, match=r"no store of elastic replicas at 127.0.0.1:\d+: "):
+            elastic_store(f"127.0.0.1:{silent.getsockname()[1]}", timeout_s=1.0)
+        assert time.monotonic() - begin < 20

@@ -14,11 +14,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from lowcomm.comm.start import run_threads
+from lowcomm.comm.start import world as this_process
 from lowcomm.comm.world import World
 from lowcomm.experiment import stop
 from lowcomm.experiment.batches import TokenData
@@ -196,6 +198,47 @@ def _stopped(corpus: Path, out: Path, *, at: int = 9, **override) -> RunConfig:
     with pytest.raises((Crash, RuntimeError)):
         train_in_threads(config, corpus, out, on_row=crash)
     return config
+
+
+def test_a_checkpoint_is_replaced_by_a_whole_one_before_it_is_removed(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(path: Path) -> None:
+        raise Crash
+
+    world = this_process()
+    checkpoints = Checkpoints(tmp_path, world, keep=1)
+    checkpoints.save(5, {"x": torch.zeros(2)}, {}, {"run": "mine"})
+    with monkeypatch.context() as patch:
+        patch.setattr("lowcomm.experiment.checkpoint.remove_checkpoint", killed)
+        with pytest.raises(Crash):
+            checkpoints.save(5, {"x": torch.ones(2)}, {}, {"run": "mine"})
+    step, tensors, _ = Checkpoints(tmp_path, world, keep=1).newest({"run": "mine"})
+    assert (step, tensors["x"].tolist()) == (5, [1.0, 1.0])
+
+
+def test_a_run_does_not_go_on_with_another_corpus(corpus: Path, tmp_path: Path) -> None:
+    config = _stopped(corpus, tmp_path / "run")
+    other = tmp_path / "other"
+    shutil.copytree(corpus, other)
+    shard = other / "train-00000.bin"
+    shard.write_bytes(np.fromfile(shard, "<u2")[::-1].tobytes())
+    card = json.loads((other / "card.json").read_text())
+    card["splits"]["train"]["shards"][0]["sha256"] = sha256(shard)
+    (other / "card.json").write_text(json.dumps(card))
+    with pytest.raises(ConfigError, match="holds another run: corpus, train is .* there and .* here"):
+        train_in_threads(config, other, tmp_path / "run")
+    assert train_in_threads(config, corpus, tmp_path / "run")["complete"]
+
+
+def test_a_run_that_goes_on_with_other_code_counts_as_no_run_of_either(
+    corpus: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config, folder = _stopped(corpus, tmp_path / "run"), RunFolder.beside(tmp_path / "run")
+    folder.source.write_text("earlier code")
+    assert train_in_threads(config, corpus, folder)["complete"]
+    assert "the code is another than the run in" in caplog.text
+    assert folder.made_with not in ("earlier code", source_digest(), None)
 
 
 def _damage(path: Path) -> None:
