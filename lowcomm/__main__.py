@@ -7,7 +7,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from lowcomm.settings import ConfigError
+from lowcomm.settings import ConfigError, nearest
 
 #: Command -> the module whose `main` it is, what it does, and the extra of the package that has what it needs.
 COMMANDS = {
@@ -60,8 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     told = "\n".join(f"  {name:9}{what}" for name, (_, what, _) in COMMANDS.items())
     if not words or words[0] not in COMMANDS:
-        asked = "--help" in words
+        asked = "--help" in words or "-h" in words
         print(f"{__doc__}\n\nusage: lowcomm COMMAND ...\n\n{told}", file=sys.stdout if asked else sys.stderr)
+        if words and not asked:
+            print(f"\nthere is no command {words[0]!r}{nearest(words[0], COMMANDS)}", file=sys.stderr)
         return 0 if asked else 2
     name, *rest = words
     module, _, extra = COMMANDS[name]

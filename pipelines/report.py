@@ -19,7 +19,7 @@ from lowcomm.cost.tables import markdown
 from lowcomm.experiment.project import pick
 from lowcomm.settings import nearest
 from pipelines.project import ROOT
-from pipelines.verdicts import MARGIN, Claim, Evidence, Paired, Regime, each, equal, lower, no_worse
+from pipelines.verdicts import MARGIN, Claim, Corrected, Evidence, Paired, Regime, each, equal, lower, no_worse
 
 PAPERS = ROOT / "results" / "papers"
 
@@ -251,12 +251,19 @@ def write(
     display(Markdown("\n".join(f"- {line}" for line in (*map(told, claims), *notes))))
 
 
-def told(claim: Claim, outcome: str = "") -> str:
-    """Return a claim in words, with its outcome where that is known, as it is once all of a paper's claims are."""
+def told(claim: Claim, outcome: str = "", corrected: Corrected | None = None) -> str:
+    """Return a claim in words, with its outcome and what Holm's correction makes of it where these are known.
+
+    They are once all of a paper's claims are.
+    """
     words = f"Claim: {claim.text}. {outcome or 'Seen'}: {claim.seen}."
     if claim.criterion:
         words += f" Called borne out if {claim.criterion}."
     found = claim.evidence
     if found is not None and not claim.outside and not found.is_certain:
-        words += f" (p = {found.p_for:.2g} for it, {found.p_against:.2g} against it, before correction.)"
+        words += f" (p = {found.p_for:.2g} for it, {found.p_against:.2g} against it, "
+        if corrected is None:
+            words += "before correction.)"
+        else:
+            words += f"and as one of {corrected.tests} tests {corrected.p_for:.2g} and {corrected.p_against:.2g}.)"
     return words

@@ -341,20 +341,42 @@ def holm(found: Sequence[float]) -> list[float]:
     return out
 
 
-def judge(claims: Sequence[Claim]) -> list[str]:
-    """Return the outcome of each claim of a page: those of one paper are corrected for their number.
+@dataclass(frozen=True)
+class Corrected:
+    """The two probabilities of a claim's evidence, corrected as one of so many tests of its paper."""
+
+    p_for: float
+    p_against: float
+    tests: int
+
+
+def corrected(claims: Sequence[Claim]) -> list[Corrected | None]:
+    """Correct the claims of a page, those of each paper for their number; None for what is no test of any.
 
     Neither facts nor what is outside the regime count among the tests.
     """
-    found = {id(c): (c.evidence.p_for, c.evidence.p_against) for c in claims if not c.outside}
-    papers: dict[str, list[Claim]] = {}
-    for claim in claims:
-        if id(claim) in found and not claim.evidence.is_certain:
-            papers.setdefault(claim.paper, []).append(claim)
+    papers: dict[str, list[int]] = {}
+    for i, claim in enumerate(claims):
+        if not claim.outside and not claim.evidence.is_certain:
+            papers.setdefault(claim.paper, []).append(i)
+    found: list[Corrected | None] = [None] * len(claims)
     for tested in papers.values():
-        sides = (holm([getattr(c.evidence, side) for c in tested]) for side in ("p_for", "p_against"))
-        found |= {id(claim): both for claim, *both in zip(tested, *sides, strict=True)}
-    return [f"{OUTSIDE} ({c.outside})" if c.outside else _outcome(c, *found[id(c)]) for c in claims]
+        sides = (holm([getattr(claims[i].evidence, side) for i in tested]) for side in ("p_for", "p_against"))
+        for i, p_for, p_against in zip(tested, *sides, strict=True):
+            found[i] = Corrected(p_for, p_against, len(tested))
+    return found
+
+
+def judge(claims: Sequence[Claim]) -> list[str]:
+    """Return the outcome of each claim of a page, where those of one paper are `corrected` for their number."""
+
+    def outcome(claim: Claim, tested: Corrected | None) -> str:
+        if claim.outside:
+            return f"{OUTSIDE} ({claim.outside})"
+        found = tested or claim.evidence
+        return _outcome(claim, found.p_for, found.p_against)
+
+    return [outcome(*both) for both in zip(claims, corrected(claims), strict=True)]
 
 
 def _outcome(claim: Claim, p_for: float, p_against: float) -> str:

@@ -11,7 +11,7 @@ import pytest
 
 from pipelines.index import index, judged, page
 from pipelines.report import Comparison, loss_below, read_claims, regime_of, told, write
-from pipelines.verdicts import BORNE_OUT, NOT_BORNE_OUT, NOT_RESOLVED, Claim, Regime, fact, judge
+from pipelines.verdicts import BORNE_OUT, NOT_BORNE_OUT, NOT_RESOLVED, Claim, Evidence, Regime, corrected, fact, judge
 
 
 def summary(loss: float, seed: int = 0, *, exchange: str = "parameters", steps: int = 300, replicas: int = 2) -> dict:
@@ -190,3 +190,10 @@ def test_a_claim_is_told_with_its_outcome() -> None:
     claim = Claim("it is so", "it is", fact(False), criterion="it must be")
     assert told(claim) == "Claim: it is so. Seen: it is. Called borne out if it must be."
     assert told(claim, NOT_BORNE_OUT) == "Claim: it is so. Not borne out: it is. Called borne out if it must be."
+    tested = Claim("it is so", "it is", Evidence(0.01, 0.9))
+    assert told(tested) == "Claim: it is so. Seen: it is. (p = 0.01 for it, 0.9 against it, before correction.)"
+    first, _, none = corrected([tested, Claim("so", "so", Evidence(0.5, 0.5)), claim])
+    assert none is None
+    assert told(tested, BORNE_OUT, first).endswith(
+        "(p = 0.01 for it, 0.9 against it, and as one of 2 tests 0.02 and 1.)"
+    )

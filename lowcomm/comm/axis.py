@@ -321,6 +321,8 @@ class AxisState:
 
 
 def rotation(members: list[int], index: int) -> tuple[list[int], list[int]]:
-    """Whom to send to and take from, in order: next neighbour first, so that no wire is wanted twice at once."""
+    """Return the members to send to and those to take from, in order: next neighbour first, so that no wire is wanted
+    twice at once.
+    """
     at, n = members.index(index), len(members)
     return [members[(at + k) % n] for k in range(1, n)], [members[(at - k) % n] for k in range(1, n)]

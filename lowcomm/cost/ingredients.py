@@ -216,7 +216,7 @@ class Penalties:
     def read(cls, path: Path) -> Penalties:
         """Read the penalties of a file (`planner.measured_penalties`). Raises ConfigError where there is none."""
         if not path.is_file():
-            raise ConfigError(f"{path} is no file: `dvc repro results/ladder/dvc.yaml` writes it")
+            raise ConfigError(f"{path} is no file: penalties are a table as in results/ladder/penalties.csv")
         return cls(pd.read_csv(path))
 
     def one(self, ingredient: str, amount: float, replicas: float, parameters: float) -> Penalty:

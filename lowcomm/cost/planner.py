@@ -66,7 +66,10 @@ class Cluster:
         if self.per_box < 1 or self.nodes % self.per_box:
             raise ValueError(f"per_box must be at least 1 and divide nodes = {self.nodes}, got {self.per_box}")
         if self.per_box > 1 and not 0 < self.inside_mbit_per_s < math.inf:
-            raise ValueError(f"inside_mbit_per_s must be above 0, and finite, got {self.inside_mbit_per_s}")
+            raise ValueError(
+                f"inside_mbit_per_s must be above 0, and finite, got {self.inside_mbit_per_s}: it is the rate inside of"
+                f" boxes of {self.per_box}"
+            )
         for name in ("nodes", "memory_gb", "tflops"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be above 0, and finite, got {getattr(self, name)}")
@@ -381,8 +384,8 @@ def moves_front(table: pd.DataFrame) -> list[str]:
 
 
 def shown(table: pd.DataFrame) -> pd.DataFrame:
-    """For people."""
-    return pd.DataFrame(
+    """Return a plan's table for people, with what its rows cost where a machine's hour has a price."""
+    found = pd.DataFrame(
         {
             "method": table.method,
             "replicas x stages": [
@@ -395,7 +398,6 @@ def shown(table: pd.DataFrame) -> pd.DataFrame:
             "bytes sent per token": table.bytes_per_token.map(si_bytes),
             "GB per node": table.memory_gb.map("{:.1f}".format),
             "days": table.days.map("{:.3g}".format),
-            "cost": table.cost.map("{:,.0f}".format),
             "loss": [f"{p:+.1f} ± {d:.1f} %" for p, d in zip(table.loss_percent, table.loss_deviation, strict=True)],
             "extrapolated": table.extrapolated.map("{:,.1f} x".format),
             "days to equal loss": [
@@ -407,6 +409,9 @@ def shown(table: pd.DataFrame) -> pd.DataFrame:
             "front": ["*" if f else "" for f in table.front],
         }
     )
+    if table.cost.any():
+        found.insert(list(found).index("days") + 1, "cost", table.cost.map("{:,.0f}".format))
+    return found
 
 
 def shown_parts(parts: dict[str, Penalty], amounts: dict[str, float]) -> pd.DataFrame:
@@ -440,9 +445,9 @@ loss: over data-parallel training's at equal tokens, as runs measured it of each
 of seeds, of fits, and of how far such a sum has missed a composed run. extrapolated: the largest factor between what is
 asked (replicas, H, slices, share of the stream, parameters) and the run that was nearest. days to equal loss: with the
 tokens that make up for that loss, by a law with a floor; "never" where none do; in brackets at one deviation less and
-more, by the latter of which rows are in order. front: * where nothing else is both
-faster and better, of rows that reach that loss at one deviation more. GB per node: pipelines hold the activations of
-all micro-batches of a step (GPipe).
+more; rows are sorted by the latter. front: * where nothing else is both faster and better, of rows that reach that loss
+at one deviation more. GB per node: pipelines hold the activations of all micro-batches of a step (GPipe).
+Beyond the sizes at which a method was trained a gain counts as none, and a loss is that of the nearest size.
 Times are lower bounds: packets' headers, TCP's slow start and what is sent again are not counted."""
 UNEQUAL = """\
 Slow machines: whole models that train by local updates take fewer inner steps of a round there and weigh less in the
@@ -460,8 +465,10 @@ def model_of(asked: str, seq_len: int = 0) -> ModelConfig:
         model = PRESETS[asked]
     elif "=" in asked:
         entries = [entry.partition("=") for entry in asked.split(",")]
+        known = {"seq_len": seq_len} if seq_len else {}
         try:
-            model = build(ModelConfig, {key.strip(): yaml.safe_load(value) for key, _, value in entries}, "model")
+            given = {key.strip(): yaml.safe_load(value) for key, _, value in entries}
+            model = build(ModelConfig, known | given, "model")
         except yaml.YAMLError as error:
             raise ConfigError(f"--model {asked!r} is no list of KEY=VALUE: {str(error).splitlines()[0]}") from None
     elif (path := Path(asked)).exists():
@@ -479,7 +486,8 @@ def model_of(asked: str, seq_len: int = 0) -> ModelConfig:
 def question(cluster: Cluster, job: Job, name: str) -> str:
     """Return the question that is asked, in words: the machines, their links, the model and its training."""
     links = cluster.links
-    machines = f"{cluster.nodes} machines of {cluster.memory_gb:g} GB that sustain {cluster.tflops:g} TFLOP/s"
+    count = "1 machine" if cluster.nodes == 1 else f"{cluster.nodes} machines"
+    machines = f"{count} of {cluster.memory_gb:g} GB that sustain {cluster.tflops:g} TFLOP/s"
     between = f"{links.mbit_per_s:,g} Mbit/s and {links.latency_ms:g} ms between any two"
     if cluster.per_box > 1:
         between += f" boxes of {cluster.per_box}, {cluster.inside_mbit_per_s:,g} Mbit/s within one"
@@ -487,7 +495,9 @@ def question(cluster: Cluster, job: Job, name: str) -> str:
     uneven += [
         f"{value:g} of {what}" for what, value in (("jitter", links.jitter), ("straggling", links.stragglers)) if value
     ]
-    model = f"{name}, {parameters(job.model).total / 1e9:.3g} billion parameters, on {job.tokens:.3g} tokens"
+    size = parameters(job.model).total
+    told = f"{size / 1e9:.3g} billion" if size >= 1e8 else f"{size / 1e6:.3g} million"
+    model = f"{name}, {told} parameters, on {job.tokens:.3g} tokens"
     return (
         f"{machines}, {', '.join([between, *uneven])}.\n{model}, about {job.global_batch} sequences of"
         f" {job.model.seq_len:,} tokens per step."
@@ -581,7 +591,8 @@ def arguments() -> argparse.ArgumentParser:
     ask.add_argument(
         "--model",
         required=True,
-        help="a preset (partial_updates/1.3b), a folder with a Hugging Face config.json, or dim=512,layers=8,...",
+        help="a preset (partial_updates/1.3b), a folder with a Hugging Face config.json, or a shape"
+        " (dim=512,layers=8,heads=8,ffn_dim=1408,vocab_size=32000,seq_len=1024)",
     )
     ask.add_argument("--seq-len", type=int, default=0, help="of training sequences (default: the model's)")
     number("--tokens", help="default: 20 per parameter")

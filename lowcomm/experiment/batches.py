@@ -41,9 +41,15 @@ def prepare_command(corpus: str, scale: str) -> str:
     return f"lowcomm prepare {corpus} --scale {scale}"
 
 
+def _preparing(folder: Path) -> str:
+    """Return the command that prepares the corpus of a folder, as far as the folder's path tells."""
+    scale, data = folder.parent, folder.parent.parent
+    return prepare_command(folder.name, scale.name) if data.name == "data" else "lowcomm prepare CORPUS"
+
+
 def read_card(folder: Path) -> dict[str, Any]:
     """The card of a prepared corpus. Raises ConfigError where there is none, or what it lacks to be one."""
-    file, command = folder / "card.json", prepare_command(folder.name, folder.parent.name)
+    file, command = folder / "card.json", _preparing(folder)
     try:
         card = json.loads(file.read_text())
         shards = [shard for split in ("train", "validation") for shard in card["splits"][split]["shards"]]
@@ -67,8 +73,7 @@ def check_files(folder: Path, card: dict[str, Any]) -> None:
         path = folder / name
         if not path.exists() or (found := sha256(path)) != digest:
             state = f"has checksum {found[:12]}, the card says {digest[:12]}" if path.exists() else "is gone"
-            command = prepare_command(folder.name, folder.parent.name)
-            raise ConfigError(f"{path} {state}: prepare the corpus again ({command})")
+            raise ConfigError(f"{path} {state}: prepare the corpus again ({_preparing(folder)})")
 
 
 class TokenData:

@@ -178,7 +178,7 @@ def _gather(corpus: CorpusConfig, config: DataConfig, folder: Path, root: Path) 
             raise ConfigError(
                 f"corpus {config.corpus!r} gave no {split} documents ({characters} characters, validation_percent"
                 f" {config.validation_percent:g}, tuning_percent {config.tuning_percent:g}): it is missing, empty or"
-                " too small"
+                " too small, as whole documents (each file of text is one) are dealt to the splits"
             )
     return counts
 

@@ -24,7 +24,7 @@ class BoundaryConfig:
     error_feedback: bool = False
     #: How many replicas, the first ones, compress what crosses; 0: all. The others, whose links are fast, do not.
     replicas: int = number(0, at_least=0)
-    # From here on: only for kind = subspace, with one stage too (and basis, for projection).
+    # The rest is for kind = subspace alone, also with a single stage; `basis` is for projection too.
     dense_layers: int = number(1, at_least=0)  # the last ones, which are free
     mode: Literal["projected", "reparametrised"] = "projected"
     #: One for each row of all constrained matrices, of all but attention's (whose weights are projected each step), of

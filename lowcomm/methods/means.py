@@ -117,7 +117,7 @@ class Trimmed(Mean):
 
     @classmethod
     def check(cls, method: MethodConfig, members: int) -> None:
-        """Refuse shares of which nobody is left out, or nobody is left."""
+        """Refuse a share that leaves nobody out, or nobody in."""
         if not 1 <= int(method.mean_trim * members) <= (members - 1) / 2:
             raise ConfigError(
                 f"method.mean_trim = {method.mean_trim} of {members} members must leave out one at each end, and leave"

@@ -77,7 +77,7 @@ def _parameter_shapes(
 
 
 def _written(c: ModelConfig, constraint: Constraint | None) -> tuple[int, int]:
-    """(D or R summed over layers: how wide what they write is, layers of which it is R)."""
+    """Return the sum over layers of the width that they write, D or R, and the number of layers that write R."""
     if constraint is None or not constraint.reparametrised:
         return c.layers * c.dim, 0
     narrow = max(0, c.layers - constraint.dense_layers)

@@ -15,7 +15,7 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -136,6 +136,11 @@ class Plan:
         tuned = [name for name, r in self.rungs.items() if r.tuned_at == name]
         at = tuned.index(rung)
         return tuned[at - 1] if at else None
+
+    def not_tuned(self, rungs: Iterable[str]) -> str:
+        """Say in brackets which of some rungs have the rates of another; "" where all have their own."""
+        told = [self.rungs[name].called for name in rungs if self.rungs[name].tuned_at != name]
+        return f" ({'; '.join(told)})" if told else ""
 
 
 def _only(section: Mapping[str, Any], valid: set[str], where: str) -> None:
