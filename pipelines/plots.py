@@ -1,4 +1,4 @@
-"""One look for every figure: colour-blind safe, one colour a method, the same bytes each time."""
+"""One look for every figure: colour-blind safe, one colour per method, the same bytes each time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 from matplotlib.transforms import Bbox
 from numpy.typing import ArrayLike
 
-#: One colour a method, in all figures (Okabe and Ito's palette, and others for what has come since).
+#: One colour per method, in all figures (Okabe and Ito's palette, and others for what has come since).
 COLOURS = {
     "data_parallel": "#000000",
     "fsdp": "#999999",
@@ -35,7 +35,7 @@ COLOURS = {
     "demo": "#BCBD22",
     "gasloc": "#E7298A",
 }
-#: One line style a replica count, where a figure shows several.
+#: One line style per number of replicas, where a figure shows several.
 DASHES = {1: (0, (1, 1)), 2: "-", 4: "--", 8: ":"}
 
 COLUMN_WIDTH = 5.5  # inches
@@ -53,7 +53,11 @@ def theme() -> None:
         "axes.spines.right": False,
         "grid.linewidth": 0.5,
         "lines.linewidth": 1.4,
-        "legend.frameon": False,
+        "legend.handlelength": 3.2,
+        "legend.frameon": True,  # white, so that no grid shows through a legend that lies on it
+        "legend.framealpha": 0.8,
+        "legend.edgecolor": "none",
+        "legend.facecolor": "white",
     }
 
 
