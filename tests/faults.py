@@ -190,6 +190,12 @@ class Faulty:
     # A replica; all yield seconds to wait
 
     def _life(self, who: str, slot: int) -> Generator[float, None, None]:
+        try:
+            yield from self._until_the_end(who, slot)
+        except CommError:  # nothing reaches it, or it reaches nobody; it is started again
+            self._at(self.now + 1, lambda: self._start(slot))
+
+    def _until_the_end(self, who: str, slot: int) -> Generator[float, None, None]:
         roll = Roll(self.slots, self.quorum, self.rounds)
         member = Member(who, slot, roll, lambda: self.now, RULES)
         zeros = (0.0,) * 4
@@ -198,11 +204,7 @@ class Faulty:
         yield from self._drive(member, member.join(state[0]), carried)
         while True:
             self._served[who] = state
-            try:
-                if not (yield from self._drive(member, member.catch_up(), carried)):
-                    return
-            except CommError:  # nothing reaches it; it is started again
-                self._at(self.now + 1, lambda: self._start(slot))
+            if not (yield from self._drive(member, member.catch_up(), carried)):
                 return
             state = carried.pop("fetched", state)
             self._served[who] = state

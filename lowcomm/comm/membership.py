@@ -347,9 +347,8 @@ class Member:
     ):
         self.who, self.slot, self.roll, self.now, self.rules, self.heard = who, slot, roll, now, rules, heard
         self.version = 0
-        self._in_vain: dict[
-            str, float
-        ] = {}  # whom this member has called lost since its last round with others, and when
+        #: Whom this member has called lost since its last round with others, and when.
+        self._in_vain: dict[str, float] = {}
 
     def join(self, version: int) -> Generator[Request, Any, None]:
         """Take the slot, with parameters of a version: 0 for those that all begin with, else of a checkpoint's."""

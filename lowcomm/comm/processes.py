@@ -16,8 +16,7 @@ import time
 import uuid
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import TypeVar
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -25,10 +24,10 @@ from torch import Tensor
 
 from lowcomm.comm.notes import Notes
 from lowcomm.comm.transport import HEADER_BYTES, CommError, Consume, Expected, Header, Incoming, Outgoing
+from lowcomm.comm.worker import Worker
 from lowcomm.settings import ConfigError
 
 log = logging.getLogger("lowcomm")
-T = TypeVar("T")
 
 #: A payload that is consumed as it comes is cut into pieces of this size, and this many of them are on their way
 #: from each peer: small enough that a piece is summed while it is still in the cache.
@@ -59,13 +58,19 @@ def elastic_store(address: str, *, hosts: bool = False, timeout_s: float = 30.0)
         timeout = datetime.timedelta(seconds=timeout_s)
         return dist.TCPStore(host, port, is_master=hosts, wait_for_workers=False, timeout=timeout)
 
+    worker = Worker("connect")
     try:
-        found = _within(timeout_s, lambda: connected(int(port), hosts=hosts, timeout_s=timeout_s))
+        asked = worker.submit(lambda: connected(int(port), hosts=hosts, timeout_s=timeout_s))
+        found = asked.result(timeout_s + 1.0)  # as a store that takes connections and says nothing is waited for longer
+    except TimeoutError:
+        raise CommError(f"no store of elastic replicas at {address} that answers within {timeout_s:g} s") from None
     except RuntimeError as error:
         why = str(error).splitlines()[0]
         if hosts:
             raise ConfigError(f"no store of elastic replicas can be kept on port {port}: {why}") from None
         raise CommError(f"no store of elastic replicas at {address}: {why} (lowcomm store {port} starts one)") from None
+    finally:
+        worker.end(wait=False)
     within_s = min(timeout_s, _ANSWERED_WITHIN_S)
     return Notes(
         found,
@@ -74,26 +79,6 @@ def elastic_store(address: str, *, hosts: bool = False, timeout_s: float = 30.0)
         here=host if _is_loopback(host) else _address_for_others(host, found.port),
         connect=None if hosts else lambda: connected(found.port, hosts=False, timeout_s=within_s),
     )
-
-
-def _within(timeout_s: float, call: Callable[[], T]) -> T:
-    """Return what a call returns. Raises what it raises, and RuntimeError where it takes longer than the time-out."""
-    found: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
-
-    def work() -> None:
-        try:
-            found.put((call(), None))
-        except BaseException as error:
-            found.put((None, error))
-
-    threading.Thread(target=work, name="connect", daemon=True).start()
-    try:
-        value, error = found.get(timeout=timeout_s + 1.0)  # which the call keeps itself, where it does
-    except queue.Empty:
-        raise RuntimeError(f"it does not answer within {timeout_s:g} s") from None
-    if error is not None:
-        raise error
-    return value
 
 
 def _address_towards(host: str, port: int) -> str:

@@ -84,10 +84,8 @@ def started_with(config: RunConfig, data: TokenData) -> dict[str, Any]:
 
 def digests(data: TokenData) -> dict[str, Any]:
     """Return the digests of the tokenizer and of each split's shards, by name."""
-    shards = {f"corpus, {split}": part["shards"] for split, part in data.card["splits"].items()}
-    return {"tokenizer": data.card["tokenizer_sha256"]} | {
-        name: [shard["sha256"] for shard in some] for name, some in shards.items()
-    }
+    told = {f"corpus, {split}": [s["sha256"] for s in part["shards"]] for split, part in data.card["splits"].items()}
+    return told | {"tokenizer": data.card["tokenizer_sha256"]}
 
 
 def mark_source(folder: RunFolder, *, begins: bool) -> None:

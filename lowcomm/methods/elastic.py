@@ -36,18 +36,16 @@ trains the slice of its number, and a slice none of whose owners is in a round h
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import math
-import queue
 import threading
 import time
 import uuid
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -59,6 +57,7 @@ from lowcomm.comm.elastic import Elastic, Payload, check_place
 from lowcomm.comm.membership import Round, Rules
 from lowcomm.comm.notes import Notes
 from lowcomm.comm.transport import CommError
+from lowcomm.comm.worker import Worker
 from lowcomm.comm.world import World
 from lowcomm.methods.config import MethodConfig
 from lowcomm.methods.engine import Change, Engine, Evaluated, named_parameters
@@ -74,7 +73,6 @@ from lowcomm.methods.local_updates import (
 from lowcomm.methods.plan import OUTER, SLOW_WEIGHTS, Plan, Turn, check_mean
 from lowcomm.settings import ConfigError, first_difference, whole_number
 
-T = TypeVar("T")
 #: What happens to others, seen from one: the slots that a round has no more, or has again.
 Event = Callable[[Round, tuple[int, ...]], None]
 
@@ -119,38 +117,10 @@ class _Gap:
         return pace if self.was_hurried else min(1.0, _FASTER * pace)
 
 
-class _Worker:
-    """Calls one function after the other, in a daemon thread: what waits there for others keeps no process alive."""
-
-    def __init__(self, name: str):
-        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
-        self._thread.start()
-
-    def _work(self) -> None:
-        while (asked := self._calls.get()) is not None:
-            future, call = asked
-            try:
-                future.set_result(call())
-            except BaseException as error:
-                future.set_exception(error)
-
-    def submit(self, function: Callable[..., T], *args: Any) -> Future[T]:
-        """Call a function after those that were asked for before."""
-        future: Future[T] = Future()
-        self._calls.put((future, functools.partial(function, *args)))
-        return future
-
-    def shutdown(self) -> None:
-        """Wait until all calls have ended."""
-        self._calls.put(None)
-        self._thread.join()
-
-
 class _Watch:
     """Looks whether others wait for a replica's turn, the `number`th round, or have gone on without it."""
 
-    def __init__(self, elastic: Elastic, number: int, worker: _Worker):
+    def __init__(self, elastic: Elastic, number: int, worker: Worker):
         self._elastic, self._number = elastic, number
         self._over = threading.Event()
         self._since: float | None = None
@@ -258,7 +228,7 @@ class ElasticUpdates(Engine):
         self._loaded = self._is_finished = False
         self._lock = threading.Condition()
         self._under_way: tuple[int, Future[Round | None]] | None = None
-        self._worker = _Worker(f"elastic-{slot}")
+        self._worker = Worker(f"elastic-{slot}")
         stage, stages = (0, 1) if self.world is None else (self.world.stage, self.world.stages)
         if self.world is not None:
             self._check_turns(self.world)
@@ -454,7 +424,7 @@ class ElasticUpdates(Engine):
         try:
             self._end_watch()
         finally:
-            self._worker.shutdown()
+            self._worker.end()
             self.elastic.close()
 
     def evaluated(self, which: Evaluated = "agreed") -> AbstractContextManager[None]:

@@ -1,0 +1,45 @@
+"""A thread of its own for what may wait long."""
+
+from __future__ import annotations
+
+import functools
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class Worker:
+    """Calls one function after the other in a daemon thread: what waits there for others keeps no process alive.
+
+    (The threads of a `ThreadPoolExecutor` do: an interpreter that ends waits for them.)
+    """
+
+    def __init__(self, name: str):
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    def _work(self) -> None:
+        while (asked := self._calls.get()) is not None:
+            future, call = asked
+            try:
+                future.set_result(call())
+            except BaseException as error:
+                future.set_exception(error)
+            del asked, future, call  # and with them what they hold
+
+    def submit(self, function: Callable[..., T], *args: Any) -> Future[T]:
+        """Call a function after those that were submitted before."""
+        future: Future[T] = Future()
+        self._calls.put((future, functools.partial(function, *args)))
+        return future
+
+    def end(self, *, wait: bool = True) -> None:
+        """Let the thread end after what was submitted, and wait for that."""
+        self._calls.put(None)
+        if wait:
+            self._thread.join()
