@@ -21,6 +21,7 @@ from lowcomm import train as training
 from lowcomm.experiment.config import RunConfig
 from lowcomm.experiment.project import overrides
 from lowcomm.experiment.run_folder import RunFolder
+from lowcomm.experiment.train import digests
 from lowcomm.settings import ConfigError
 from pipelines import launch as launching
 from pipelines.launch import (
@@ -243,8 +244,8 @@ def test_a_sweep_is_trained_whole_and_goes_on_where_it_was_interrupted(corpus: P
     (times / other.relative_to(out) / "source.sha256").write_text("another")
     (under_way,) = (p for p in points if p.variant == NAMES[1])
     (gone / "summary.json").unlink()
-    tokenizer = json.loads((corpus / "card.json").read_text())["tokenizer_sha256"]
-    (gone / "run.json").write_text(json.dumps(under_way.identity() | {"tokenizer": tokenizer}))
+    made_from = digests(json.loads((corpus / "card.json").read_text()))
+    (gone / "run.json").write_text(json.dumps(under_way.identity() | made_from))
     for folder in (out, times):
         (folder / "m2_budget_3" / "seed0").mkdir(parents=True)
     (times / "m2_budget_3" / "seed0" / "source.sha256").write_text("of a variant that is no more")

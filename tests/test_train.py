@@ -29,7 +29,7 @@ from lowcomm.experiment.config import RunConfig
 from lowcomm.experiment.inner import learning_rate
 from lowcomm.experiment.run_folder import Metrics, RunFolder, read_metrics, recorded_steps
 from lowcomm.experiment.source import sha256, source_digest
-from lowcomm.experiment.train import train, train_in_threads
+from lowcomm.experiment.train import digests, train, train_in_threads
 from lowcomm.experiment.trainer import Trainer, initial_model, saved_model
 from lowcomm.model.decoder import Decoder
 from lowcomm.model.huggingface import save_folder
@@ -344,8 +344,8 @@ def test_a_checkpoint_of_another_run_is_refused(override: dict, message: str, co
     with pytest.raises(ConfigError, match=f"holds another run: {message}"):
         train_in_threads(other, corpus, tmp_path / "run")
     shutil.copytree(tmp_path / "run" / "checkpoints", tmp_path / "other" / "checkpoints")
-    tokenizer = json.loads((corpus / "card.json").read_text())["tokenizer_sha256"]
-    (tmp_path / "other" / "run.json").write_text(json.dumps(other.identity() | {"tokenizer": tokenizer}))
+    card = json.loads((corpus / "card.json").read_text())
+    (tmp_path / "other" / "run.json").write_text(json.dumps(other.identity() | digests(card)))
     for rank in range(other.ranks):
         rows = tmp_path / "other" / "metrics" / f"rank-{rank:03d}.jsonl"
         rows.parent.mkdir(exist_ok=True)

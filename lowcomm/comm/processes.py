@@ -34,6 +34,9 @@ log = logging.getLogger("lowcomm")
 PIECE_BYTES, PIECES_AHEAD = 2 << 20, 4
 #: The store answers in less than a thousandth of this where all is well.
 _ANSWERED_WITHIN_S = 5.0
+#: A connection that is refused is tried again for so many seconds beyond its time-out; one that is made and on which
+#: nothing is said would be waited for much longer.
+_TRIED_AGAIN_S = 5.0
 #: Seconds between two looks at whether all ranks have started.
 _LOOK_S = 0.01
 
@@ -61,11 +64,9 @@ def elastic_store(address: str, *, hosts: bool = False, timeout_s: float = 30.0)
     worker = Worker("connect")
     try:
         asked = worker.submit(lambda: connected(int(port), hosts=hosts, timeout_s=timeout_s))
-        found = asked.result(timeout_s + 1.0)  # as a store that takes connections and says nothing is waited for longer
-    except TimeoutError:
-        raise CommError(f"no store of elastic replicas at {address} that answers within {timeout_s:g} s") from None
-    except RuntimeError as error:
-        why = str(error).splitlines()[0]
+        found = asked.result(timeout_s + _TRIED_AGAIN_S)
+    except (RuntimeError, TimeoutError) as error:
+        why = str(error).partition("\n")[0] or f"it does not answer within {timeout_s:g} s"
         if hosts:
             raise ConfigError(f"no store of elastic replicas can be kept on port {port}: {why}") from None
         raise CommError(f"no store of elastic replicas at {address}: {why} (lowcomm store {port} starts one)") from None

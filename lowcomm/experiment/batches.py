@@ -38,18 +38,12 @@ def differences(card: dict[str, Any], section: str, wanted: CorpusConfig | DataC
 
 def prepare_command(corpus: str, scale: str) -> str:
     """Return the command that prepares a corpus, or prepares it again where it is damaged."""
-    return f"lowcomm prepare {corpus} --scale {scale}"
-
-
-def _preparing(folder: Path) -> str:
-    """Return the command that prepares the corpus of a folder, as far as the folder's path tells."""
-    scale, data = folder.parent, folder.parent.parent
-    return prepare_command(folder.name, scale.name) if data.name == "data" else "lowcomm prepare CORPUS"
+    return f"lowcomm prepare {corpus}" + (f" --scale {scale}" if scale else "")
 
 
 def read_card(folder: Path) -> dict[str, Any]:
     """The card of a prepared corpus. Raises ConfigError where there is none, or what it lacks to be one."""
-    file, command = folder / "card.json", _preparing(folder)
+    file, command = folder / "card.json", prepare_command(folder.name, folder.parent.name)
     try:
         card = json.loads(file.read_text())
         shards = [shard for split in ("train", "validation") for shard in card["splits"][split]["shards"]]
@@ -73,7 +67,8 @@ def check_files(folder: Path, card: dict[str, Any]) -> None:
         path = folder / name
         if not path.exists() or (found := sha256(path)) != digest:
             state = f"has checksum {found[:12]}, the card says {digest[:12]}" if path.exists() else "is gone"
-            raise ConfigError(f"{path} {state}: prepare the corpus again ({_preparing(folder)})")
+            command = prepare_command(folder.name, folder.parent.name)
+            raise ConfigError(f"{path} {state}: prepare the corpus again ({command})")
 
 
 class TokenData:

@@ -91,7 +91,7 @@ def train_elastic(
     folder.make()
     t = config.train
     data = TokenData(data_folder, seq_len=t.seq_len, global_batch=t.global_batch, seed=config.seed, alike=t.alike)
-    run = config.identity() | digests(data) | {"slot": slot}
+    run = config.identity() | digests(data.card) | {"slot": slot}
     begun = started_with(config, data)
     own.agree(begun)
     told = {"notes": notes, "slot": slot, "slots": config.replicas, "rules": rules, "quorum": quorum, "host": host}

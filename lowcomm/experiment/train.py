@@ -68,24 +68,24 @@ def train(
     data = TokenData(data_folder, seq_len=t.seq_len, global_batch=t.global_batch, seed=config.seed, alike=t.alike)
     world.agree(started_with(config, data))
     trainer = Trainer(config, world, data)
-    run = config.identity() | digests(data)
+    run = config.identity() | digests(data.card)
     with claimed(folder, world, run, again=again) as claim:
         return _train(trainer, folder, run, claim, on_row)
 
 
 def started_with(config: RunConfig, data: TokenData) -> dict[str, Any]:
     """Return what all ranks must have been started with, by name."""
-    told = config.flat() | {"source": _SOURCE} | digests(data)
+    told = config.flat() | {"source": _SOURCE} | digests(data.card)
     if config.train.weights:  # wherever each machine has them
         files = sorted(Path(config.train.weights).glob("*.safetensors"))
         told["train.weights"] = [sha256(file) for file in files]
     return told
 
 
-def digests(data: TokenData) -> dict[str, Any]:
-    """Return the digests of the tokenizer and of each split's shards, by name."""
-    told = {f"corpus, {split}": [s["sha256"] for s in part["shards"]] for split, part in data.card["splits"].items()}
-    return told | {"tokenizer": data.card["tokenizer_sha256"]}
+def digests(card: dict[str, Any]) -> dict[str, Any]:
+    """Return the digests of a corpus' tokenizer and of each split's shards, by name, of its card."""
+    told = {f"corpus, {split}": [s["sha256"] for s in part["shards"]] for split, part in card["splits"].items()}
+    return told | {"tokenizer": card["tokenizer_sha256"]}
 
 
 def mark_source(folder: RunFolder, *, begins: bool) -> None:
