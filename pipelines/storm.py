@@ -45,6 +45,7 @@ import psutil
 from lowcomm.comm.testbed import Testbed
 from lowcomm.experiment.config import CorpusConfig, DataConfig
 from lowcomm.experiment.data import prepare
+from lowcomm.experiment.project import Project, overrides
 from lowcomm.experiment.run_folder import read_metrics
 from pipelines.project import ROOT
 
@@ -126,9 +127,21 @@ class Starts(Protocol):
 
 def training(run: Sequence[str], settings: Mapping[str, Any], *, replicas: int, data: Path, out: Path) -> list[str]:
     """Return the words with which `lowcomm train` trains a run of params.yaml, at scale smoke, with `settings`."""
-    told = {"replicas": replicas} | dict(settings)
     words = [*run, "--scale", "smoke", "--data", str(data), "--out", str(out)]
-    return words + [f"--set={key}={value}" for key, value in told.items()]
+    return words + [f"--set={entry}" for entry in _entries(settings, replicas)]
+
+
+def _entries(settings: Mapping[str, Any], replicas: int) -> list[str]:
+    return [f"{key}={value}" for key, value in ({"replicas": replicas} | dict(settings)).items()]
+
+
+def rounds_in(run: Sequence[str], settings: Mapping[str, Any], *, replicas: int) -> int:
+    """Return how many rounds a run has that `training` names: one for each turn of each of its fragments."""
+    name, *more = run
+    variant = dict(zip(more[::2], more[1::2], strict=True)).get("--variant", "")
+    override = overrides(_entries(settings, replicas))
+    config = Project(ROOT).run_config(name, variant=variant, scale="smoke", **override)
+    return len(config.plan().all_turns(config.train.steps))
 
 
 class Replicas:
@@ -310,6 +323,7 @@ def run(
     data, out, rounds_file = data or corpus(work / "data"), work / "run", work / "rounds.jsonl"
     settings = (SETTINGS | DILOCO if settings is None else dict(settings)) | {"train.steps": steps}
     settings.setdefault("train.global_batch", 8 * slots)
+    all_rounds = rounds_in(name, settings, replicas=slots)
     held: list[dict[str, float]] = []
     with Testbed(slots + 1, mbit_per_s=mbit_per_s) as bed:
         store = bed.start(slots, [sys.executable, "-m", "lowcomm", "store", str(PORT)], stdout=subprocess.PIPE)
@@ -329,8 +343,7 @@ def run(
                 held.extend({"at": at} | row for row in replicas.held())
 
         def is_spared() -> bool:
-            rounds = len(rounds_file.read_text().splitlines())
-            return rounds * settings["method.sync_every_steps"] >= CALM_AT_END * steps
+            return len(rounds_file.read_text().splitlines()) >= CALM_AT_END * all_rounds
 
         happened = endure(replicas, schedule, begin, look, is_spared)
     rows = [json.loads(line) for line in rounds_file.read_text().splitlines()]

@@ -83,6 +83,16 @@ def test_a_link_that_is_never_free_loses_nobody(method: str, data: Path, tmp_pat
     assert (len(set(seen["val_loss"])) == 1) == (method != "noloco")
 
 
+def test_rounds_of_a_run_are_the_turns_of_its_fragments() -> None:
+    every_10 = SMALL | {"method.sync_every_steps": 10, "method.overlap_steps": "[0]", "train.steps": 150}
+    name, own = kills.METHODS["diloco"]
+    assert storm.rounds_in(name, own | every_10 | {"train.global_batch": 4}, replicas=4) == 15
+    name, own = kills.METHODS["streaming"]
+    assert storm.rounds_in(name, own | every_10 | {"train.global_batch": 4, "method.mixing": 0.0}, replicas=4) > 30
+    name, own = kills.METHODS["noloco"]
+    assert storm.rounds_in(name, own | every_10 | {"train.global_batch": 4, "method.mixing": 0.0}, replicas=4) == 15
+
+
 def test_faults_are_drawn_of_a_seed_and_spare_who_has_one() -> None:
     drawn = storm.faults(3, 600.0, 3600.0)
     assert drawn == storm.faults(3, 600.0, 3600.0)

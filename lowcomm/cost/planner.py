@@ -486,8 +486,9 @@ def model_of(asked: str, seq_len: int = 0) -> ModelConfig:
 def question(cluster: Cluster, job: Job, name: str) -> str:
     """Return the question that is asked, in words: the machines, their links, the model and its training."""
     links = cluster.links
-    count = "1 machine" if cluster.nodes == 1 else f"{cluster.nodes} machines"
-    machines = f"{count} of {cluster.memory_gb:g} GB that sustain {cluster.tflops:g} TFLOP/s"
+    one = cluster.nodes == 1
+    count, verb = ("1 machine", "sustains") if one else (f"{cluster.nodes} machines", "sustain")
+    machines = f"{count} of {cluster.memory_gb:g} GB that {verb} {cluster.tflops:g} TFLOP/s"
     between = f"{links.mbit_per_s:,g} Mbit/s and {links.latency_ms:g} ms between any two"
     if cluster.per_box > 1:
         between += f" boxes of {cluster.per_box}, {cluster.inside_mbit_per_s:,g} Mbit/s within one"
