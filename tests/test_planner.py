@@ -562,6 +562,11 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     assert planner.main([*words, "--penalties", str(table)]) == 0
     assert capsys.readouterr().out == said
     monkeypatch.setattr(planner, "measured_penalties", lambda: table)
+    assert "| cost |" not in said
+    assert planner.main([*words, "--nodes", "1", "--memory-gb", "1000", "--price", "2"]) == 0
+    alone = capsys.readouterr().out
+    assert alone.startswith("1 machine of 1000 GB that sustains 60 TFLOP/s")
+    assert "| cost |" in alone
     for more, code, message in (
         (["--model", "partial_updates/13b"], 2, "no preset named 'partial_updates/13b'; did you mean"),
         (["--memory-gb", "1"], 1, "nothing fits into 1 GB: the least is "),
@@ -576,6 +581,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
         (["--tokens", "-5"], 2, "tokens must be above 0, and finite, got -5"),
         (["--tokens", "0"], 2, "tokens must be above 0, and finite, got 0"),
         (["--rows", "0"], 2, "--rows must be at least 1, got 0"),
+        (["--per-box", "2"], 2, "and finite, got 0.0: it is the rate inside of boxes of 2"),
         (["--penalties", str(tmp_path)], 2, " is no file: "),
         (["--penalties", "nowhere/penalties.csv"], 2, "penalties.csv is no file"),
     ):
