@@ -56,7 +56,7 @@ class Toy:
         grid = {"slots": slots, "quorum": quorum, "end": end, "rules": rules}
         self.elastic = Elastic(notes, who, slot, serve=self.serve, load=self.load, **grid)
 
-    def serve(self, wanted: int) -> tuple[int, bytes]:
+    def serve(self, wanted: int, has: int) -> tuple[int, bytes]:
         with self.lock:
             return self.version, torch.cat([self.agreed, self.momentum]).numpy().tobytes()
 
@@ -166,7 +166,7 @@ def two_messengers() -> tuple[Messenger, Messenger]:
             host="127.0.0.1",
             timeout_s=1.0,
             address_of=places.get,
-            serve=lambda wanted: b"state of %d" % wanted,
+            serve=lambda wanted, has: b"state of %d" % wanted,
         )
         for who in "ab"
     )
@@ -314,7 +314,7 @@ def test_beats_go_on_while_connections_are_let_go_of() -> None:
 def test_stages_do_not_say_of_each_other_that_an_exchange_moves(store: Notes) -> None:
     """Where nothing moves at any stage, none says so because another has."""
     rules = Rules(timeout_s=0.5, silence_s=0.4)
-    given = {"slots": 1, "quorum": 1, "rules": rules, "stages": 2, "serve": lambda wanted: None, "load": print}
+    given = {"slots": 1, "quorum": 1, "rules": rules, "stages": 2, "serve": lambda wanted, has: None, "load": print}
     stages = [Elastic(elastic_store(f"127.0.0.1:{store.port}"), "a", 0, stage=stage, **given) for stage in (0, 1)]
     try:
         for one in stages:
@@ -331,7 +331,9 @@ def test_stages_do_not_say_of_each_other_that_an_exchange_moves(store: Notes) ->
 def test_connections_to_those_who_are_gone_are_let_go_of() -> None:
     a, b = two_messengers()
     others = [
-        Messenger(f"c{i}", host="127.0.0.1", timeout_s=1.0, address_of=lambda who: a.address, serve=lambda n: b"")
+        Messenger(
+            f"c{i}", host="127.0.0.1", timeout_s=1.0, address_of=lambda who: a.address, serve=lambda wanted, has: b""
+        )
         for i in range(5)
     ]
     a._address_of = {"b": b.address, **{one.who: one.address for one in others}}.get
@@ -362,7 +364,7 @@ def test_frames_that_are_damaged_are_no_answers() -> None:
         b.take("a", "values", (0, 3, 0), within_s=0, go_on=lambda: True)
     with pytest.raises(NoAnswer, match="c: has no address"):
         a.send("c", "values", (0, 1, 0), b"")
-    a.send("b", "want", (7, 1), (3).to_bytes(8, "big"))
+    a.send("b", "want", (7, 1), (3).to_bytes(8, "big") + (0).to_bytes(8, "big"))
     assert a.take("b", "state", (7, 1), within_s=1, go_on=lambda: True) == b"state of 3"
     b.close()
 

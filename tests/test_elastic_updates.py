@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 
@@ -683,3 +684,24 @@ def test_a_process_whose_step_fails_ends() -> None:
     done = subprocess.run(words, env=clean_environment(), capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 1
     assert "RuntimeError: the data is gone" in done.stderr
+
+
+def test_a_donor_gives_only_the_fragments_that_have_changed(replica: Callable) -> None:
+    """A newcomer that is a round late is so again and again if it is given everything each time."""
+    net, sync = replica(0, "streaming", slots=1, quorum=1)
+    trained(net, sync)
+    turns = [row["fragment"] for row in sync.told()]
+    ids = [done.id for done in sync.elastic.roll.rounds]
+    count = len(sync.plan.fragments)
+    assert count > 1
+    assert len(turns) > 1
+
+    def fragments(has: int) -> set[int]:
+        version, raw = sync._serve(ids[-1], has)
+        assert version == ids[-1]
+        return {int(name.partition("/")[0]) for name in safetensors.torch.load(raw) if "/" in name}
+
+    assert fragments(0) == set(range(count))
+    assert fragments(ids[-1]) == set()
+    assert fragments(ids[-2]) == {turns[-1]}
+    sync.close()

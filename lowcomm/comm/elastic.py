@@ -207,7 +207,8 @@ class Messenger:
         host: the address to listen on.
         timeout_s: how many seconds a connection may take to be made, and its other end may leave bytes untaken.
         address_of: (host, port) of a replica; None where it is not known.
-        serve: answers a request for the agreed state of a version or a later one: bytes; None where it has none.
+        serve: answers a request for the agreed state of a version or a later one, for whom has that of another version
+            already: bytes; None where it has none.
 
     Attributes: `moved`, when a payload's bytes last left or came, by the monotonic clock.
 
@@ -221,7 +222,7 @@ class Messenger:
         host: str,
         timeout_s: float,
         address_of: Callable[[str], tuple[str, int] | None],
-        serve: Callable[[int], bytes | None],
+        serve: Callable[[int, int], bytes | None],
     ):
         self.who, self.timeout_s, self.serve = who, timeout_s, serve
         self._address_of = address_of
@@ -328,7 +329,7 @@ class Messenger:
                     way.lock.release()
 
     def _answer(self, frame: Frame) -> None:
-        if len(frame.payload) == 8 and (state := self.serve(*struct.unpack("!q", frame.payload))) is not None:
+        if len(frame.payload) == 16 and (state := self.serve(*struct.unpack("!qq", frame.payload))) is not None:
             with contextlib.suppress(NoAnswer):
                 self.send(frame.source, "state", frame.key, state, anew=True)
 
@@ -508,7 +509,8 @@ class Elastic:
         rules: how long it waits.
         host: the address by which others reach it; by default that by which it reaches the store.
         serve: gives the agreed state to whoever asks: its version and bytes. It is told the version that is wanted, for
-            which it may wait a while; None where it has none as late.
+            which it may wait a while, and that of what the other has, 0 where that is nothing: of this, what has not
+            changed since need not be given. None where it has none as late.
         load: takes the bytes of such a state.
         stage, stages: where a replica is a pipeline: which stage this is, and of how many. All of them have the same
             `who` and do everything here together, the same calls in the same order, and get the same results.
@@ -524,7 +526,7 @@ class Elastic:
         *,
         slots: int,
         quorum: int,
-        serve: Callable[[int], tuple[int, bytes] | None],
+        serve: Callable[[int, int], tuple[int, bytes] | None],
         load: Callable[[bytes], None],
         end: int | None = None,
         rules: Rules | None = None,
@@ -545,8 +547,9 @@ class Elastic:
         self._means: tuple[tuple[str, ...], list[Tensor]] | None = None
         self._given = b""  # the state that a donor has sent, until it is loaded
 
-        def given(wanted: int) -> bytes | None:
-            if (found := serve(wanted)) is None:
+        def given(wanted: int, has: int) -> bytes | None:
+            # Versions of another history, as before all went back, say nothing of what the other has.
+            if (found := serve(wanted, has if self.roll.rounds_of(has) > 0 else 0)) is None:
                 return None
             version, state = found
             packed = struct.pack("!q", version) + state
@@ -802,9 +805,9 @@ class Elastic:
         return ""
 
     def _fetch(self, donor: str) -> int | None:
-        wanted = self.roll.latest
-        self._stages.order("fetch", donor=donor, wanted=wanted)
-        versions = {self._ask(donor, wanted), *self._stages.answers()}
+        wanted, has = self.roll.latest, self.member.version
+        self._stages.order("fetch", donor=donor, wanted=wanted, has=has)
+        versions = {self._ask(donor, wanted, has), *self._stages.answers()}
         for none in (None, NO_ANSWER):
             if none in versions:
                 return none
@@ -818,12 +821,12 @@ class Elastic:
             self._stages.answers()
         return version
 
-    def _ask(self, donor: str, wanted: int) -> int | None:
+    def _ask(self, donor: str, wanted: int, has: int) -> int | None:
         """Ask a donor for this stage's state; answers as a `Fetch`, and keeps the state's bytes."""
         self._wants += 1
         name, key = self.name_of(donor), (len(self.roll.rounds), self._wants)
         try:
-            self.messenger.send(name, "want", key, struct.pack("!q", wanted), anew=True)
+            self.messenger.send(name, "want", key, struct.pack("!qq", wanted, has), anew=True)
         except NoAnswer:
             return None
         try:

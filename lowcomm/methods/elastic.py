@@ -225,6 +225,7 @@ class ElasticUpdates(Engine):
         self._present = tuple(range(slots))
         # The outer state after the round met last: newcomers have it at once, the model at the step where it is due.
         self._version, self._met = 0, {}
+        self._changed = [0] * len(self.fragments)  # the round in which each fragment has changed last
         self._loaded = self._is_finished = False
         self._lock = threading.Condition()
         self._under_way: tuple[int, Future[Round | None]] | None = None
@@ -522,6 +523,7 @@ class ElasticUpdates(Engine):
         state = fragment.after(mean, peers, self.plan.outer_at(turn.step, self.steps))
         with self._lock:
             self._version, self._met = committed.id, {turn.fragment: state}
+            self._changed[turn.fragment] = committed.id
             self._lock.notify_all()
         return committed
 
@@ -619,13 +621,18 @@ class ElasticUpdates(Engine):
                 fragment.put_outer_state(of_fragment(state, index))
                 fragment.begin_from_agreed()
             self._version, self._met = int(state["version"]), {}
+            self._changed = [self._version] * len(self.fragments)  # or before
             self._lock.notify_all()
 
-    def _serve(self, wanted: int) -> tuple[int, bytes] | None:
+    def _serve(self, wanted: int, has: int = 0) -> tuple[int, bytes] | None:
         with self._lock:
             if not self._lock.wait_for(lambda: self._version >= wanted, self.elastic.rules.timeout_s):
                 return None
             state = self._state(self._version)
+            same = [index for index, changed in enumerate(self._changed) if has and changed <= has]
+        for index in same:
+            for name in of_fragment(state, index):
+                del state[f"{index}/{name}"]
         return int(state["version"]), safetensors.torch.save(state)
 
     def _load(self, raw: bytes) -> None:
@@ -634,4 +641,6 @@ class ElasticUpdates(Engine):
         if any(self.slot in met.slots for met in self.elastic.roll.rounds if met.id > self._version):
             for residual in own.values():  # what it kept has been said since, by an earlier start of this slot
                 residual.zero_()
-        self.load_state_dict(own | safetensors.torch.load(raw))
+        with self._lock:
+            state = self._state(self._version)  # of which fragments that have not changed since are not given again
+        self.load_state_dict(state | own | safetensors.torch.load(raw))
