@@ -76,11 +76,11 @@ class Checkpoints:
             manifest = {"version": VERSION, "step": step, "ranks": self.world.size, "run": run, "sha256": files}
             manifest["tensors"] = shapes
             self._write_json(partial / "manifest.json", manifest)
-            replaced = [set_aside(final)] if final.is_dir() and not final.is_symlink() else []
+            replaced = set_aside(final) if final.is_dir() and not final.is_symlink() else None
             partial.rename(final)
             flush(self.folder)
-            for old in replaced:
-                remove_checkpoint(old)
+            if replaced is not None:
+                remove_checkpoint(replaced)
             kept = [there for there in self.steps() if there <= step][-self.keep :]
             for old in set(self.steps()).difference(kept):
                 remove_checkpoint(self._path(old))

@@ -215,10 +215,11 @@ def _locked(partial: Path) -> Iterator[None]:
     """Hold a folder that is prepared, inside. Raises ConfigError where another process does."""
     fd = os.open(partial, os.O_RDONLY)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"{partial} is in use: another process prepares this corpus") from None
         yield
-    except BlockingIOError:
-        raise ConfigError(f"{partial} is in use: another process prepares this corpus") from None
     finally:
         os.close(fd)
 

@@ -97,7 +97,7 @@ def train_elastic(
     told = {"notes": notes, "slot": slot, "slots": config.replicas, "rules": rules, "quorum": quorum, "host": host}
     trainer = Trainer(config, own, data, elastic=told | {"begun": begun})
     try:
-        if trainer.engine.is_over() and folder.read_summary() is not None and again:
+        if again and trainer.engine.is_over() and folder.read_summary() is not None:
             raise ConfigError(
                 f"the run of this store is over, and {folder.out} has its results: to train it anew, use another store"
             )

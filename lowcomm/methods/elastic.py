@@ -590,12 +590,16 @@ class ElasticUpdates(Engine):
             own = self._own(heard=self._met if version == self._version else ())
             return self._state(version) | {name: value.cpu() for name, value in own.items()}
 
-    def _state(self, version: int) -> dict[str, Tensor]:
-        """Return the state as of the round met last, or as of the one before. The lock is held."""
+    def _state(self, version: int, *, since: int = 0) -> dict[str, Tensor]:
+        """Return the state as of the round met last, or as of the one before. The lock is held.
+
+        since: a round; fragments that have not changed after it are left out, none where it is 0.
+        """
         met = self._met if version == self._version else {}
         state = {
             f"{index}/{name}": value.detach().cpu().clone()
             for index, fragment in enumerate(self.fragments)
+            if not since or self._changed[index] > since
             for name, value in met.get(index, fragment.agreed_state()).items()
         }
         log = torch.frombuffer(bytearray.fromhex(self._log), dtype=torch.uint8)
@@ -628,11 +632,7 @@ class ElasticUpdates(Engine):
         with self._lock:
             if not self._lock.wait_for(lambda: self._version >= wanted, self.elastic.rules.timeout_s):
                 return None
-            state = self._state(self._version)
-            same = [index for index, changed in enumerate(self._changed) if has and changed <= has]
-        for index in same:
-            for name in of_fragment(state, index):
-                del state[f"{index}/{name}"]
+            state = self._state(self._version, since=has)
         return int(state["version"]), safetensors.torch.save(state)
 
     def _load(self, raw: bytes) -> None:
