@@ -19,7 +19,7 @@ It takes any module, any inner optimizer, any loop: H counts steps of the inner 
 accumulation stay the loop's own affair. `lowcomm.run_threads(fn, replicas=4)` runs as many ranks in one process, for a
 notebook or a test. Where machines leave and come back, `lowcomm.ElasticUpdates` goes on with whoever is there.
 
-Rooms, each of which imports those before it alone: `model`, `codecs`, `comm`, `methods`, `experiment`, `cost`.
+The subpackages, each of which imports only those before it: `model`, `codecs`, `comm`, `methods`, `experiment`, `cost`.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """A public name, imported now."""
+    """Import a public name on its first use. Raises AttributeError for any other name."""
     if name == "transformers":
         return importlib.import_module("lowcomm.transformers")
     if name not in _PUBLIC:

@@ -56,7 +56,10 @@ def _store(words: Sequence[str]) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; see `--help`. Each command has a `--help` of its own."""
+    """Run the command line `argv`, by default the process's own, and return its exit status; see `--help`.
+
+    Each command has a `--help` of its own.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     told = "\n".join(f"  {name:9}{what}" for name, (_, what, _) in COMMANDS.items())
     if not words or words[0] not in COMMANDS:

@@ -1,9 +1,9 @@
-"""Choices by name: a value of one is a class in a file of its own, which no list elsewhere has to mention.
+"""Choices by name: each value of a choice is a class in a file of its own, which no list elsewhere has to mention.
 
 A method is a combination of independent choices (a codec, an outer optimizer, a peer rule, ...). Each choice has a
 base class that derives from `Choice`; its values are the subclasses that have `names`. They are found by importing
-every module of the package in which the base class stands, so a new value is a new file there, and nothing more; or a
-class in a script or a notebook, from where it is defined.
+every module of the package in which the base class stands, so a new value takes a new file there and nothing more. A
+class in a script or a notebook is a value too, as soon as it is defined.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from lowcomm.settings import ConfigError, nearest
 
 
 class Choice:
-    """A value of a choice.
+    """The common base class of choices and of their values; a class that has `names` is a value.
 
     Attributes:
-        names: what settings call it; a class without names is no value itself, but may be the base of some.
-        settings: the fields of the method's configuration that mean something with this value, and do not with all
-            others. With a value that does not list them they must keep their defaults (`check_settings`).
+        names: the names by which settings select the value; a class without names is no value itself, but may be the
+            base of some.
+        settings: the fields of the configuration that mean something with this value, and do not with all others. With
+            a value that does not list them they must keep their defaults (`check_settings`).
     """
 
     names: ClassVar[tuple[str, ...]] = ()
@@ -38,10 +39,10 @@ T = TypeVar("T", bound=Choice)
 
 @functools.cache
 def options(base: type[T]) -> dict[str, type[T]]:
-    """All values of the choice `base` by name, in the order of their modules. Raises ValueError for a name used twice.
+    """Return all values of the choice `base` by name, in the order of their modules.
 
     Modules whose name begins with an underscore are not imported: they hold no values. Of a class that is defined
-    again, as by a notebook's cell, the last counts.
+    again, as by a notebook's cell, the last definition counts. Raises ValueError where two classes share a name.
     """
     package = importlib.import_module(base.__module__.rpartition(".")[0])
     for module in pkgutil.iter_modules(package.__path__):
@@ -61,7 +62,10 @@ def options(base: type[T]) -> dict[str, type[T]]:
 
 
 def choose(base: type[T], name: str, where: str) -> type[T]:
-    """The value of the choice `base` with this name. Raises ConfigError that names the nearest; `where` begins it."""
+    """Return the value of the choice `base` that is named `name`; `where` is the setting that names it, for messages.
+
+    Raises ConfigError, with the nearest name, where there is none.
+    """
     found = options(base)
     if name not in found:
         raise ConfigError(f"{where} = {name!r} is not a valid choice{nearest(name, found)}")
@@ -69,11 +73,11 @@ def choose(base: type[T], name: str, where: str) -> type[T]:
 
 
 def check_settings(base: type[Choice], name: str, where: str, config: Any, defaults: Any) -> None:
-    """Raise ConfigError where a setting of `config` belongs to another value of the choice, and is not its default.
+    """Raise ConfigError where a setting of `config` that only other values of the choice have is not at its default.
 
     Args:
-        name: the value chosen. where: its setting, as "method.outer".
-        config, defaults: the dataclass that holds the settings, as it is and as it is by default.
+        name: the value chosen. where: the setting that names it, as "method.outer".
+        config, defaults: the settings, as they are and as they are by default.
     """
     chosen = choose(base, name, where)
     section = where.rpartition(".")[0]

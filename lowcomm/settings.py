@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 
 class ConfigError(ValueError):
-    """A setting that breaks a rule; the message names the value and the rule."""
+    """Raised for a setting that breaks a rule; the message names the value and the rule."""
 
 
 _BRIEF = reprlib.Repr()
@@ -27,21 +27,22 @@ _BRIEF.maxlevel, _BRIEF.maxstring, _BRIEF.maxother = 2, 100, 100
 
 
 def brief(value: Any) -> str:
-    """A value as it stands in Python, cut short where it is long or deep."""
+    """Return the `repr` of a value, cut short where it is long or deep."""
     return _BRIEF.repr(value)
 
 
 def nearest(word: str, options: typing.Iterable[str]) -> str:
-    """'; did you mean X?' for the closest option, or the list of all."""
+    """Return '; did you mean X?' with the option closest to `word`, or '; valid: ...' with all where none is close."""
     options = sorted(options)
     close = difflib.get_close_matches(str(word), options, n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else f"; valid: {', '.join(options)}"
 
 
 def first_difference(first: Mapping[str, Any], second: Mapping[str, Any], one: str = "there", two: str = "here") -> str:
-    """'train.lr is 0.1 there and 0.2 here (and 2 more differ)' of two settings by name; '' where they are equal.
+    """Describe the first difference between two mappings of settings by name; return "" where they are equal.
 
-    one, two: the words for where each is.
+    The text reads 'train.lr is 0.1 there and 0.2 here (and 2 more differ)'; `one` and `two` are its words for the place
+    of each mapping.
     """
     differ = [key for key in {**first, **second} if first.get(key) != second.get(key)]
     if not differ:
@@ -59,7 +60,7 @@ def number(
     above: float | None = None,
     below: float | None = None,
 ) -> Any:
-    """A field of a settings dataclass whose value `check_bounds` keeps within these bounds."""
+    """Return a field of a settings dataclass that `check_bounds` keeps within these bounds; None sets no bound."""
     bounds = {"at least": at_least, "at most": at_most, "above": above, "below": below}
     return dataclasses.field(default=default, metadata={k: v for k, v in bounds.items() if v is not None})
 
@@ -73,9 +74,9 @@ _WITHIN = {
 
 
 def whole_number(name: str, value: Any, *, at_least: int = 0) -> int:
-    """Return a whole number, of whatever type, as an int. Raises ConfigError where it is none, or too small."""
+    """Return a whole number of any integer type as an int. Raises ConfigError where it is none, or below `at_least`."""
     try:
-        found = operator.index(value)
+        found = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
         found = None
     if found is None or found < at_least:
@@ -84,7 +85,10 @@ def whole_number(name: str, value: Any, *, at_least: int = 0) -> int:
 
 
 def check_bounds(section: str, values: Any) -> None:
-    """Raise ConfigError where a field of a settings dataclass is out of its bounds; `section` prefixes its name."""
+    """Raise ConfigError where a field of a settings dataclass is out of its bounds, or not finite.
+
+    `section` prefixes the field's name in the message.
+    """
     for field in dataclasses.fields(values):
         value = getattr(values, field.name)
         if isinstance(value, float) and not math.isfinite(value):
@@ -141,7 +145,11 @@ _hints = functools.cache(typing.get_type_hints)
 
 
 def build(cls: type, mapping: Any, where: str) -> Any:
-    """Make dataclass `cls` from a mapping, coercing each value; `where` prefixes messages."""
+    """Make the dataclass `cls` from a mapping, coercing each value to its field's type; `where` prefixes messages.
+
+    Raises ConfigError for a key that is unknown or missing, for a value that is not of its field's type, and where
+    `cls` itself raises a ValueError.
+    """
     if not isinstance(mapping, dict):
         raise ConfigError(f"{where} must be a mapping of settings, got {brief(mapping)}")
     hints = _hints(cls)

@@ -76,7 +76,7 @@ _SOURCE = source_digest()  # as it is when it is loaded
 
 
 class Progress:
-    """Says every few seconds how far a run is, on the one rank that knows the first replica's loss."""
+    """Logs how far a run is every `every_s` seconds and at each evaluation, on the rank that has replica 0's loss."""
 
     def __init__(self, config: RunConfig, every_s: float = 5.0):
         self.config, self.every_s = config, every_s
@@ -84,7 +84,7 @@ class Progress:
         self._said = 0.0
 
     def __call__(self, trainer: Trainer, row: dict[str, Any]) -> None:
-        """Take a row of metrics."""
+        """Take the row of metrics of a step, and log the progress where it is time."""
         now, step, steps = time.monotonic(), row["step"], self.config.train.steps
         if trainer.world.replica or "loss" not in row:
             return
@@ -101,7 +101,7 @@ class Progress:
 
 
 def _told(config: RunConfig, folder: RunFolder, summary: dict[str, Any]) -> str:
-    """Say in a line what a run found, and where it is."""
+    """Return a line that says what a run found, and in which folder it is."""
     if not summary["complete"]:
         return f"{config.title} was stopped after step {summary['step']}: the same command continues ({folder.out})"
     if "slot" in summary:
@@ -124,13 +124,13 @@ _OF_A_SLOT = ("slot", "host", "quorum", "grace", "silence", "timeout")
 
 
 def _said(args: argparse.Namespace) -> list[str]:
-    """Return the options that a command line names."""
+    """Return the options, as "--NAME", that a command line sets to other values than their defaults."""
     default = _parser().get_default
     return [f"--{name}" for name, value in vars(args).items() if name != "run" and value != default(name)]
 
 
 def _jobs(args: argparse.Namespace) -> list[_Job]:
-    """Return everything that a command line asks for."""
+    """Return the jobs that a command line names. Raises ConfigError where they cannot be run one after the other."""
     if args.jobs:
         jobs = [job for words in _read_jobs(args.jobs) for job in _points(_job(args.jobs, words))]
     else:
@@ -148,7 +148,7 @@ def _jobs(args: argparse.Namespace) -> list[_Job]:
 
 
 def _job(path: Path, words: list[str]) -> argparse.Namespace:
-    """Return what a file's job is told. Raises ConfigError where it names no run, or asks for what is no training."""
+    """Parse the words of one job of a file. Raises ConfigError where they name no run, or have an option of no job."""
     job = _parser().parse_args(words)
     foreign = {"--list", "--jobs", "--store", *(f"--{name}" for name in _OF_A_SLOT)}
     if job.run is None or foreign.intersection(_said(job)):
@@ -170,7 +170,7 @@ def _read_jobs(path: Path) -> list[list[str]]:
 
 
 def _points(args: argparse.Namespace) -> list[_Job]:
-    """Return what `_jobs` does, of a command line that names one run."""
+    """Return the jobs of a command line that names one run: one of its points, or with --all those left to train."""
     project, override = Project.find(args.project), overrides(args.set)
     if args.all:
         if args.variant or args.seed is not None or args.times:
@@ -198,7 +198,11 @@ def _points(args: argparse.Namespace) -> list[_Job]:
 
 
 def list_runs(project: Project, scale: str | None = None) -> str:
-    """A line for each run of a project: its method, its points, how many are trained, and their mean loss."""
+    """Return a table, as text, with a line for each run of a project.
+
+    A line has the run's method, how many of its variants and seeds are trained, and their mean validation loss.
+    scale: by default the one that `params.yaml` names.
+    """
     params = project.load_params()
     scale = scale or params["scale"]
     lines = [f"{'run':34}{'method':18}{'trained':>10}  validation loss (mean)   scale {scale}"]
@@ -243,7 +247,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command line; see `--help`."""
+    """Run the command line `argv`, by default the process's own, and return 0; see `--help`.
+
+    Where training fails, the process ends with exit status 1.
+    """
     parser = _parser()
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s")

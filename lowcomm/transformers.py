@@ -10,7 +10,7 @@
     trainer.train()                                    the model then holds the agreed parameters
     world.close()
 
-What is the user's own to see to:
+What the user has to see to:
 
     data          each replica is given its own shard, of equal length (or `max_steps`), as nothing is divided here
     output_dir    each replica has a folder of its own where checkpoints are written; equal ones are refused
@@ -57,12 +57,13 @@ _SIGNS = ("LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "PMI_SIZE", "OMPI_COMM
 def alone() -> None:
     """Hide the other processes from the Trainer, for good, so that it takes this one for the only one.
 
-    To be called after `lowcomm.world()` and before TrainingArguments are made. Else accelerate, which reads torchrun's
+    Call it after `lowcomm.world()` and before TrainingArguments are made. Otherwise accelerate, which reads torchrun's
     variables, would wrap the model in DistributedDataParallel, which averages gradients at every step; and
-    transformers, which asks `torch.distributed.is_initialized`, would save no model but that of rank 0. So the
-    variables are removed (but RANK, which neither reads), and the function says no. Without torchrun it does nothing.
+    transformers, which calls `torch.distributed.is_initialized`, would save no model but that of rank 0. So the
+    variables are removed (but RANK, which neither reads), and `is_initialized` returns False from then on. In a process
+    that no launcher has started there is nothing to hide.
 
-    Raises ConfigError if it is called before `lowcomm.world()`.
+    Raises ConfigError where torchrun has started this process and `lowcomm.world()` has not been called yet.
     """
     if "WORLD_SIZE" in os.environ and "RANK" in os.environ and not torch.distributed.is_initialized():
         raise ConfigError("lowcomm.transformers.alone() hides what lowcomm.world() reads: call lowcomm.world() first")
@@ -77,11 +78,11 @@ def _not_initialized() -> bool:
 
 
 class SyncCallback(transformers.TrainerCallback):
-    """Keeps the replica that a Trainer trains in touch with the others, by local updates.
+    """A callback that makes the replica that a Trainer trains agree with the others, by local updates.
 
     Evaluations, and whatever else calls the model in eval mode between two steps, see the agreed parameters; training
     goes on with the replica's own. The agreed ones are left in the model at the end, for `trainer.save_model` and the
-    like. What `engine.step` returns is added to the Trainer's `state.log_history`.
+    like. The values that `engine.step` and `engine.finish` return are added to the Trainer's `state.log_history`.
 
     A checkpoint of the Trainer holds the replica's own parameters, and beside them lowcomm-rank-000.safetensors (with
     the rank's number) has the engine's state, transfers under way included. `trainer.train(resume_from_checkpoint=...)`
@@ -91,9 +92,9 @@ class SyncCallback(transformers.TrainerCallback):
         kind: `LocalUpdates` or a class derived from it (`lowcomm.DiLoCo`, ...).
         world: the ranks.
         method, seed, constrain, layers, settings: as for `LocalUpdates`.
-        resume_from_checkpoint: the folder that the Trainer resumes from, where it is not in its output_dir.
+        resume_from_checkpoint: the folder that the Trainer resumes from, where that is not in its output_dir.
 
-    Attributes: `engine`, from the beginning of training on; `method`.
+    Attributes: `engine`, which is None until training begins; `method`, with `settings` in it.
 
     Raises ConfigError, before training begins, for settings that do not go together or that the Trainer cannot follow.
     """
@@ -135,13 +136,16 @@ class SyncCallback(transformers.TrainerCallback):
     # What the Trainer calls
 
     def on_init_end(self, args: Any, state: Any, control: Any, *, model: nn.Module, **_: Any) -> None:
-        """Refuse what cannot work."""
+        """Raise ConfigError where the Trainer's arguments or its model do not go with the replicas or the method."""
         _check_arguments(args)
         shapes = {name: tuple(p.shape) for name, p in named_parameters(model).items()}
         Plan(shapes, self.method, self.world.replicas, seed=self.seed, layers=self.layers)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: nn.Module, **_: Any) -> None:
-        """Make the engine; put back its state where the Trainer resumes."""
+        """Make the engine, and load its state from the checkpoint where the Trainer resumes.
+
+        Raises ConfigError where the replicas' Trainers do not go together, or the checkpoint is not of this run.
+        """
         _check_arguments(args)
         if state.is_hyper_param_search:
             raise ConfigError("SyncCallback follows no search for hyperparameters: train each trial on its own")
@@ -169,23 +173,23 @@ class SyncCallback(transformers.TrainerCallback):
         self._between_steps = True
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """The model holds the replica's own parameters, until the step is over."""
+        """Put back the replica's own parameters, which the model holds until the step is over."""
         self._hide()
         self._between_steps = False
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Exchange what is due."""
+        """Send the parameters whose turn it is, and apply the means that are due."""
         self._log(state, self.engine.step())
         self._between_steps = True
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """The model holds the replica's own parameters again."""
+        """Put back the replica's own parameters, as the evaluation is over."""
         self._hide()
 
     on_predict = on_evaluate
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Write the engine's state beside the model, unless the model alone is wanted."""
+        """Write the engine's state beside the model, unless `args.save_only_model` is set."""
         if args.save_only_model:
             return
         file = _checkpoint(args, state) / self._file
@@ -203,7 +207,7 @@ class SyncCallback(transformers.TrainerCallback):
     # What evaluations see
 
     def _before_forward(self, model: nn.Module, _: Any) -> None:
-        """Show the agreed parameters to an evaluation."""
+        """Let the model hold the agreed parameters where it is called in eval mode between two steps."""
         if self._between_steps and self._shown is None and not model.training:
             self._shown = self.engine.evaluated()
             self._shown.__enter__()
@@ -215,7 +219,7 @@ class SyncCallback(transformers.TrainerCallback):
             self._shown = None
 
     def _let_go(self) -> None:
-        """The model holds the replica's own parameters, and is no longer watched."""
+        """Put back the replica's own parameters, and remove the hooks from the model."""
         self._hide()
         for hook in self._hooks:
             hook.remove()
@@ -263,7 +267,10 @@ class SyncCallback(transformers.TrainerCallback):
         return json.loads(json.dumps(method | own))
 
     def _read(self, file: Path) -> dict[str, Tensor]:
-        """The engine's state of a checkpoint. Raises ConfigError where it is not that of this run."""
+        """Return the engine's state of a checkpoint.
+
+        Raises ConfigError where the file is missing, damaged or of another run.
+        """
         if not file.is_file():
             raise ConfigError(
                 f"{file} is missing: to resume from another folder than output_dir's, give SyncCallback too its"
@@ -284,7 +291,7 @@ class SyncCallback(transformers.TrainerCallback):
 
 
 def _check_arguments(args: Any) -> None:
-    """Raise ConfigError for what a Trainer may be asked for that does not go with replicas."""
+    """Raise ConfigError for arguments of a Trainer that do not go with replicas."""
     if args.n_gpu > 1:
         raise ConfigError(
             f"the Trainer would spread one replica over {args.n_gpu} GPUs: start torchrun with --virtual-local-rank, or"
@@ -313,12 +320,12 @@ def _check_device(model: nn.Module, world: World) -> None:
 
 
 def _checkpoint(args: Any, state: Any) -> Path:
-    """The folder of the Trainer's checkpoint after this step."""
+    """Return the folder of the Trainer's checkpoint after the step of `state`."""
     return Path(args.output_dir) / f"checkpoint-{state.global_step}"
 
 
 def _digest(named: dict[str, Tensor]) -> int:
-    """A checksum of the parameters' bits."""
+    """Return a checksum (CRC-32) of the parameters' bits."""
     found = 0
     for p in named.values():
         found = zlib.crc32(p.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy(), found)

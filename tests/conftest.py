@@ -22,6 +22,8 @@ DATA = DataConfig("docstrings", VOCAB, max_characters=150_000)
 # A worker of pytest-xdist has a core; at these sizes a second thread of an operation only waits for it, and spins.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+# torch's store looks up the name of each address that it connects to, and waits for a resolver that does not answer.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -149,6 +149,17 @@ def test_what_is_no_model_no_ranks_or_no_method_is_refused_by_one_line() -> None
     sync = lowcomm.DiLoCo(model, world)
     with pytest.raises(lowcomm.ConfigError, match="no state of a method of 1 fragments: it lacks 0/agreed"):
         sync.load_state_dict({})
+    state = sync.state_dict()
+    for wrong, told in (
+        (lowcomm.DeMo(model, world).state_dict(), "it lacks 0/momentum"),
+        (lowcomm.SparseLoCo(model, world).state_dict(), "it has 0/residual"),
+        (state | {"1/agreed": torch.zeros(4)}, "it has 1/agreed"),
+        (state | {"0/momentum": torch.zeros(1)}, r"0/momentum has the shape \[1\], not \[4\]"),
+        ({name: value for name, value in state.items() if name != "closed_after"}, "it lacks closed_after"),
+    ):
+        with pytest.raises(lowcomm.ConfigError, match=f"no state of a method of 1 fragments.*{told}"):
+            sync.load_state_dict(wrong)
+        assert all(torch.equal(value, sync.state_dict()[name]) for name, value in state.items())
     with (
         pytest.raises(lowcomm.ConfigError, match="no parameters named 'frist_replica' .* did you mean 'first_replica'"),
         sync.evaluated("frist_replica"),
@@ -322,6 +333,7 @@ def test_slices_of_any_mlp_by_pattern() -> None:
         ({"input_gradients": "own"}, "method.input_gradients is for the passes of `lowcomm train`"),
         ({"seed": -1}, "seed must be a whole number from 0 on, got -1"),
         ({"seed": 0.5}, "seed must be a whole number from 0 on, got 0.5"),
+        ({"seed": True}, "seed must be a whole number from 0 on, got True"),
         ({"steps": 0}, "steps must be a whole number from 1 on, got 0"),
     ],
 )

@@ -296,6 +296,8 @@ def test_params_file_keys_are_checked(tmp_path) -> None:
     path.write_text((ROOT / "params.yaml").read_text() + "\nrunz: {}\n")
     with pytest.raises(ConfigError, match="unknown key runz in params.yaml; did you mean 'runs'"):
         load_params(path)
+    with pytest.raises(ConfigError, match="other.yaml cannot be read: No such file"):
+        load_params(tmp_path / "other.yaml")
 
 
 def test_a_size_may_change_numbers_of_methods() -> None:

@@ -98,6 +98,25 @@ def test_a_store_that_is_too_slow_is_asked_over_another_connection() -> None:
     assert time.monotonic() - begin < 10
 
 
+@pytest.mark.fault("a connection to the store takes longer to make than an answer", "it is made all the same, once")
+def test_a_connection_that_takes_long_to_make_is_not_given_up_for_another() -> None:
+    first, made = Kept(), []
+
+    def connect() -> Kept:
+        time.sleep(1.0)
+        made.append(Kept())
+        made[0].texts = first.texts
+        return made[0]
+
+    notes = Notes(first, 0.2, connect=connect)
+    notes.write("there", "yes")
+    first.is_broken = True
+    until = time.monotonic() + 20
+    while notes.look("there") != "yes":
+        assert time.monotonic() < until
+    assert len(made) == 1
+
+
 def test_many_notes_are_had_at_once(store: Notes) -> None:
     notes = elastic_store(f"127.0.0.1:{store.port}")
     for i in range(5):

@@ -8,8 +8,8 @@
     chunk_topk         the largest of each chunk, as fp32 or, with _2bit, as levels (`sparse`)
     dropout, dare      random values (`sparse`)
 
-Every code is finite; NaN and infinities are refused, and the error says which value of how many it is. `codec` says how
-to add one.
+Every code is finite: codecs refuse NaN and infinities, with an error that says which value of how many it is. The
+module `codec` says how to add one.
 """
 
 from lowcomm.codecs.codec import Codec, check_feedback, in_one_piece, make_codec, message_seed

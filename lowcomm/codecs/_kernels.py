@@ -1,7 +1,7 @@
 """Fused Triton kernels of `codecs.SmallFloat` for codes of 4 and 8 bits: the same bytes and values in one launch.
 
-Packed: a scale byte for every block of 256 values, then all codes. A byte holds one 8-bit code, or two 4-bit codes,
-the first in the low nibble.
+The packed bytes are a scale, one byte, for every block of 256 values, and then all codes. A byte holds one 8-bit code,
+or two 4-bit codes, the first in the low nibble.
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ _OPTIONS = {"num_warps": _ROWS, "enable_fp_fusion": False}
 
 
 def encode(x: Tensor, exponent: int, mantissa: int) -> Tensor:
-    """fp32 [n], contiguous -> uint8 [blocks + n * bits / 8]. Scales above 253, of no finite code, are the caller's."""
+    """Return the scales and the codes of x, fp32 [n], contiguous, as uint8 [blocks + ceil(n * bits / 8)].
+
+    The caller must refuse scales above 253, to which no finite codes belong. Raises ValueError where codes have neither
+    4 nor 8 bits.
+    """
     bits, blocks = _bits(exponent, mantissa), triton.cdiv(x.numel(), _BLOCK.value)
     packed = torch.empty(blocks + triton.cdiv(x.numel() * bits, 8), dtype=torch.uint8, device=x.device)
     if blocks:
@@ -31,7 +35,10 @@ def encode(x: Tensor, exponent: int, mantissa: int) -> Tensor:
 
 
 def decode(packed: Tensor, numel: int, exponent: int, mantissa: int) -> Tensor:
-    """uint8 as `encode` makes it, contiguous -> fp32 [numel]."""
+    """Return the values, fp32 [numel], that `packed`, contiguous and as `encode` makes it, stands for.
+
+    Raises ValueError where codes have neither 4 nor 8 bits.
+    """
     _bits(exponent, mantissa)
     x, blocks = torch.empty(numel, device=packed.device), triton.cdiv(numel, _BLOCK.value)
     if blocks:
@@ -68,13 +75,13 @@ def _decode(scales, codes, x, numel, EXPONENT: tl.constexpr, MANTISSA: tl.conste
 
 @triton.jit
 def _size(row, numel):
-    """Values of each block, 0 past the end: int32, as `row`."""
+    """Return the number of values in each block, 0 past the end: int32, in the shape of `row`."""
     return tl.minimum(tl.maximum(numel - row * _BLOCK, 0), _BLOCK).to(tl.int32)
 
 
 @triton.jit
 def _encode_rows(x, scales, codes, row, size, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
-    """Blocks `row` [rows, 1] of `size` values."""
+    """Write the scales and the codes of the blocks numbered `row` [rows, 1], which have `size` values each."""
     BITS: tl.constexpr = 1 + EXPONENT + MANTISSA
     LEAST_SCALE: tl.constexpr = (1 << EXPONENT) + MANTISSA
     ROWS: tl.constexpr = row.shape[0]
@@ -96,7 +103,9 @@ def _encode_rows(x, scales, codes, row, size, EXPONENT: tl.constexpr, MANTISSA: 
 
 @triton.jit
 def _codes(bits, top, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
-    """Bits of floats [rows, 256], biased exponents of the scales [rows, 1] -> codes as int32, as `SmallFloat._encode`.
+    """Return the codes, int32 [rows, 256], that `SmallFloat._encode` makes of floats.
+
+    The floats are given by their bits [rows, 256], the scales by their biased exponents `top` [rows, 1].
 
     Floats are scaled in their exponent bits, which no flushing of subnormals can touch: read as normal floats below
     2^-126, the subnormals have code 0, as they should, since the least code's lower bound is 2^-126 or more.
@@ -113,7 +122,7 @@ def _codes(bits, top, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
 
 @triton.jit
 def _decode_rows(scales, codes, x, row, size, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
-    """Blocks `row` [rows, 1] of `size` values."""
+    """Write the values of the blocks numbered `row` [rows, 1], which have `size` values each, into x."""
     BITS: tl.constexpr = 1 + EXPONENT + MANTISSA
     ROWS: tl.constexpr = row.shape[0]
     column = tl.arange(0, _BLOCK)[None, :]
@@ -129,7 +138,10 @@ def _decode_rows(scales, codes, x, row, size, EXPONENT: tl.constexpr, MANTISSA: 
 
 @triton.jit
 def _values(code, scale, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
-    """Codes [rows, 256] in the low bits of int32, bits of the scales [rows, 1] -> fp32, as `SmallFloat.decode`."""
+    """Return the values, fp32 [rows, 256], that `SmallFloat.decode` makes of codes.
+
+    The codes [rows, 256] are in the low bits of int32; `scale` [rows, 1] has the bits of the scales, int32.
+    """
     BITS: tl.constexpr = 1 + EXPONENT + MANTISSA
     E_MIN: tl.constexpr = 2 - (1 << EXPONENT)
     v = ((code & ((1 << (BITS - 1)) - 1)) << (23 - MANTISSA)) + ((126 + E_MIN) << 23)

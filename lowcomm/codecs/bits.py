@@ -1,4 +1,4 @@
-"""Values as bytes: codes of a few bits packed, in blocks that share a scale."""
+"""The packing of codes of a few bits into bytes, in blocks of values that share a scale."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _AT_ONCE = 1024
 
 
 class Scratch:
-    """Tensors to compute in, made once for many runs of blocks: making them anew costs as much as computing."""
+    """Temporary tensors on a device, made once for many runs of blocks: making them anew costs as much as computing."""
 
     def __init__(self, device: torch.device):
         self.device = device
         self._made: dict[tuple, Tensor] = {}
 
     def like(self, x: Tensor, dtype: torch.dtype, number: int = 0) -> Tensor:
-        """The tensor of a `number`, in the shape of `x`; what it holds is left over from before."""
+        """Return the tensor of this `number` and dtype in the shape of `x`, with values left over from earlier use."""
         key = x.shape, dtype, number
         if key not in self._made:
             self._made[key] = torch.empty(x.shape, dtype=dtype, device=self.device)
@@ -29,12 +29,15 @@ class Scratch:
 
 
 def packed_nbytes(size: int, bits: int) -> int:
-    """Bytes of `size` codes: two codes of 4 bits share a byte, eight of other widths share `bits` bytes."""
+    """Return the number of bytes that `size` packed codes take.
+
+    Two codes of 4 bits share a byte; eight codes of any other width share `bits` bytes.
+    """
     return size if bits == 8 else -(-size // 2) if bits == 4 else -(-size // 8) * bits
 
 
 def blocks_nbytes(numel: int, bits: int, scale: torch.dtype = torch.uint8) -> int:
-    """Bytes of `numel` codes in blocks, each with a scale of this dtype: what `blocks` cuts."""
+    """Return the bytes of `numel` codes in blocks, each with a scale of the dtype `scale`: those that `blocks` cuts."""
     full, rest = divmod(numel, BLOCK)
     last = scale.itemsize + packed_nbytes(rest, bits) if rest else 0
     return full * (scale.itemsize + packed_nbytes(BLOCK, bits)) + last
@@ -43,9 +46,10 @@ def blocks_nbytes(numel: int, bits: int, scale: torch.dtype = torch.uint8) -> in
 def blocks(
     x: Tensor, packed: Tensor, bits: int, scale: torch.dtype = torch.uint8
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Runs of blocks: (values [k, size], scales [k], codes [k, bytes]), views of `x` and `packed`.
+    """Yield runs of k blocks as (values [k, size], scales [k], codes [k, bytes]), views of `x` [n] and `packed`.
 
-    In `packed` all scales come first, then all codes; the last block may be shorter.
+    In `packed` all scales, of the dtype `scale`, come first, then all codes. The last block may be shorter than `BLOCK`
+    values; it is then a run of its own.
     """
     full, rest = divmod(x.numel(), BLOCK)
     head = (full + (rest > 0)) * scale.itemsize
@@ -64,7 +68,10 @@ def blocks(
 
 
 def pack(codes: Tensor, out: Tensor, bits: int) -> None:
-    """codes [k, size] uint8 -> out [k, bytes]. Of two 4-bit codes the first is the low nibble."""
+    """Pack the codes [k, size], uint8, of `bits` bits each into `out` [k, bytes], uint8, which is written in place.
+
+    The first of two 4-bit codes is the low nibble of their byte.
+    """
     if bits == 8:
         out.copy_(codes)
     elif bits == 4:
@@ -80,32 +87,36 @@ def pack(codes: Tensor, out: Tensor, bits: int) -> None:
 
 
 def unpack(packed: Tensor, size: int, bits: int) -> Tensor:
-    """The inverse of `pack` for widths other than 4 and 8, whose bytes can be looked up: codes [k, size] uint8."""
+    """Return the codes [k, size], uint8, that `pack` packed in widths other than 4 and 8.
+
+    Those two need no unpacking, as the values of a whole byte are looked up.
+    """
     ones = unpack_bits(packed.reshape(-1), bits).view(packed.shape[0], -1, bits)
     weights = 1 << torch.arange(bits, dtype=torch.uint8, device=packed.device)
     return (ones * weights).sum(2, dtype=torch.uint8)[:, :size]
 
 
 def pack_bits(ones: Tensor) -> Tensor:
-    """0 and 1 [8 n, 1] -> [n] bytes, the lowest bit first."""
+    """Return the bits `ones` [8 n, 1], uint8 of 0 and 1, packed into bytes [n], uint8, the lowest bit first."""
     weights = 1 << torch.arange(8, dtype=torch.uint8, device=ones.device)
     return (ones.view(-1, 8) * weights).sum(1, dtype=torch.uint8)
 
 
 def unpack_bits(packed: Tensor, bits: int) -> Tensor:
-    """[n] bytes -> 0 and 1 [8 n / bits, bits], the lowest bit first."""
+    """Return the bits of bytes [n], uint8, as uint8 of 0 and 1 [8 n / bits, bits], the lowest bit first."""
     shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
     return (packed[:, None] >> shifts & 1).view(-1, bits)
 
 
 class NotFinite(ValueError):
-    """Values that cannot be sent, as a run has diverged."""
+    """The error that is raised where values are NaN, infinite or too large to send, as when a run has diverged."""
 
 
 def refuse_non_finite(x: Tensor, largest: Tensor) -> None:
-    """Raise NotFinite for NaN and infinities; `largest`: the greatest magnitude of `x` [n], or a vector of such.
+    """Raise NotFinite where x [n] holds NaN or infinities, with the first of them and its index.
 
-    Also where `largest` is a sum of finite values that is not.
+    largest: the largest magnitude of x, or a vector of magnitudes that cover all of x; only where it is not finite is x
+    searched. NotFinite is also raised where all of x is finite, but `largest`, as a sum may be, is not.
     """
     if not torch.isfinite(largest).all():
         bad = (~torch.isfinite(x)).nonzero()
@@ -116,10 +127,10 @@ def refuse_non_finite(x: Tensor, largest: Tensor) -> None:
 
 
 def aligned(packed: Tensor) -> Tensor:
-    """Bytes that can be viewed as any dtype: a copy where they lie at an odd place of a longer message."""
+    """Return bytes that can be viewed as any dtype: a copy where they begin at no multiple of 8 in a longer message."""
     return packed.clone() if packed.storage_offset() % 8 else packed
 
 
 def view_as(packed: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bytes as values of a dtype."""
+    """Return bytes viewed as values of `dtype`, wherever in a longer message they lie."""
     return aligned(packed).view(dtype)

@@ -12,7 +12,10 @@ _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class Cast(Codec):
-    """Values cast to a floating dtype, rounded to nearest even. Infinities that the cast makes are refused."""
+    """A codec that casts values to a floating dtype, rounded to nearest even.
+
+    Values that the cast would make infinite are refused.
+    """
 
     names = tuple(_DTYPES)
     block = 1
@@ -23,7 +26,7 @@ class Cast(Codec):
 
     @classmethod
     def of(cls, name: str, keep: float) -> Cast:
-        """The cast to the dtype of this name."""
+        """Return the cast to the dtype of this name: fp32, fp16 or bf16."""
         return cls(name)
 
     def encode(self, x: Tensor, seed: int = 0) -> Tensor:

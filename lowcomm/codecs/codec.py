@@ -20,7 +20,7 @@ from lowcomm.settings import ConfigError
 
 
 class Codec(Choice, ABC):
-    """fp32 [n] -> uint8 [nbytes(n)] and back.
+    """An encoding of fp32 values [n] as bytes, uint8 [nbytes(n)], from which values are decoded again.
 
     Attributes:
         name: what the members of a mean must agree on; settings that change the encoding are part of it. By default the
@@ -44,26 +44,30 @@ class Codec(Choice, ABC):
 
     @classmethod
     def of(cls, name: str, keep: float) -> Codec:
-        """The codec of one of the class' names; `keep` is the share of the values that a sparse one sends."""
+        """Return the codec for `name`, one of the class's names; a sparse one sends the share `keep` of the values."""
         return cls()
 
     @abstractmethod
     def encode(self, x: Tensor, seed: int = 0) -> Tensor:
-        """Pack x [n]; `seed` decides random choices. Raises ValueError for NaN and infinities."""
+        """Return x, fp32 [n], encoded as uint8 [nbytes(n)]; `seed` decides random choices.
+
+        Raises ValueError where x holds NaN or infinities, or values that are too large for the encoding.
+        """
 
     @abstractmethod
     def decode(self, packed: Tensor, numel: int) -> Tensor:
-        """Unpack what `encode` made of `numel` values, as fp32."""
+        """Return the values, fp32 [numel], that `packed`, what `encode` made of `numel` values, stands for."""
 
     @abstractmethod
     def nbytes(self, numel: int) -> int:
-        """Bytes of `numel` encoded values."""
+        """Return the number of bytes that `numel` encoded values take."""
 
 
 def make_codec(name: str, keep: float = 1.0, *, where: str = "codec") -> Codec:
-    """The codec of a name. `keep`: the share of the values that a sparse one sends, above 0 and at most 1.
+    """Return the codec of this name. `keep`: the share of the values that a sparse one sends, above 0 and at most 1.
 
-    Raises ConfigError for an unknown name, and for a share that means nothing; `where` names the setting in it.
+    Raises ConfigError where the name is unknown, where `keep` is out of range, and where it is not 1 and the codec is
+    not sparse. `where` is what the error calls the setting.
     """
     cls = choose(Codec, name, where)
     if keep != 1.0 and not cls.sparse:
@@ -75,14 +79,14 @@ def make_codec(name: str, keep: float = 1.0, *, where: str = "codec") -> Codec:
 
 @functools.lru_cache(maxsize=64)
 def _made(cls: type[Codec], name: str, keep: float) -> Codec:
-    """Return the one codec of these settings: it has no state of a message."""
+    """Return the codec of these settings, the same object each time: codecs keep no state between messages."""
     return cls.of(name, keep)
 
 
 def check_feedback(name: str, keep: float, where: str) -> None:
-    """Raise ConfigError for a codec whose errors would grow without bound if they were kept for the next message.
+    """Raise ConfigError where the errors of a codec would grow without bound if they were kept for the next message.
 
-    where: the section of the settings `codec` and `error_feedback`.
+    where: the section of the settings `codec` and `error_feedback`, as the error names it.
     """
     if make_codec(name, keep, where=f"{where}.codec").amplifies:
         raise ConfigError(
@@ -92,12 +96,15 @@ def check_feedback(name: str, keep: float, where: str) -> None:
 
 
 def in_one_piece(codec: Codec) -> Codec:
-    """Return the same codec for messages of which no shares may be cut, whatever the encoding allows."""
+    """Return a copy of the codec for messages that may not be cut into shares, whatever the encoding allows."""
     found = copy.copy(codec)
     found.block = 0
     return found
 
 
 def message_seed(*key: int) -> int:
-    """The seed, of 62 bits, of a message's random choices: `key` (whole numbers from 0) says which message it is."""
+    """Return the seed, of 62 bits, of a message's random choices.
+
+    key: whole numbers, 0 or more, that identify the message.
+    """
     return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 2)

@@ -1,4 +1,4 @@
-"""Values as the nearest of four levels of their message, in 2 bits: statistical quantisation.
+"""Values as one of four levels of their message, in 2 bits: statistical quantisation.
 
 It is what SparseLoCo (Sarfi et al., 2025, arXiv:2508.15706) makes of the values that it sends, and MuLoCo (Therien et
 al., 2025, arXiv:2505.23725) of whole outer gradients, with error feedback (`method.error_feedback`) for what is lost.
@@ -24,7 +24,10 @@ _LEVELS_NBYTES = 16
 
 
 class Levels(Codec):
-    """Each value as one of four levels in 2 bits, after the levels as fp32: 16 times fewer bytes than fp32."""
+    """A codec that sends each value as one of four levels of the message, in 2 bits: 16 times fewer bytes than fp32.
+
+    The four levels come first, as fp32.
+    """
 
     names = ("levels",)
     block = 0

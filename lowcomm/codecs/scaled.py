@@ -10,7 +10,10 @@ from lowcomm.codecs.codec import Codec
 
 
 class Int8(Codec):
-    """Multiples -127 to 127 of a step; the step is the block's largest magnitude over 127, as fp32."""
+    """A codec that sends values as multiples of a step, -127 to 127, in one byte each.
+
+    The step is the block's largest magnitude over 127, as fp32.
+    """
 
     names = ("int8",)
     block = BLOCK
@@ -38,7 +41,10 @@ class Int8(Codec):
 
 
 class Sign(Codec):
-    """One bit per value: plus or minus the block's mean magnitude, in fp32, the least squares fit (1-bit SGD)."""
+    """A codec that sends one bit per value: plus or minus a scale (1-bit SGD).
+
+    The scale is the block's mean magnitude, as fp32, which is the least squares fit.
+    """
 
     names = ("sign",)
     block = BLOCK

@@ -18,7 +18,7 @@ from lowcomm.codecs.codec import Codec
 
 
 class SmallFloat(Codec):
-    """Sign, `exponent` bits and `mantissa` bits, rounded to nearest, ties away from zero.
+    """A codec to floats of a sign, `exponent` bits and `mantissa` bits, rounded to nearest, ties away from zero.
 
     A block's largest magnitude, rounded to the mantissa, has the largest exponent, which travels as one byte
     (biased by 127, and so large that every code is zero or a normal float). Relative to it the codes are
@@ -34,7 +34,7 @@ class SmallFloat(Codec):
 
     @classmethod
     def of(cls, name: str, keep: float) -> SmallFloat:
-        """The small float "eXmY"."""
+        """Return the codec to the small float "eXmY"; `PowerOfTwo` where Y is 0."""
         exponent, mantissa = int(name[1]), int(name[3])
         return SmallFloat(exponent, mantissa) if mantissa else PowerOfTwo(exponent)
 
@@ -73,7 +73,7 @@ class SmallFloat(Codec):
         return packed
 
     def _encode(self, x: Tensor, scales: Tensor, packed: Tensor, scratch: Scratch) -> None:
-        """x [blocks, size] -> scales [blocks], packed [blocks, size * bits / 8]."""
+        """Encode x [blocks, size] into `scales` [blocks] and `packed` [blocks, size * bits / 8], written in place."""
         m = self.mantissa
         half = 1 << (22 - m)  # of the last mantissa bit kept
         y = x.abs()
@@ -106,7 +106,7 @@ class SmallFloat(Codec):
         return x
 
     def _table(self, device: torch.device) -> Tensor:
-        """Value of every code as fp32; of 4 bits, of every byte of two codes, both floats as one int64."""
+        """Return the value of every code as fp32; of 4 bits, those of every byte of two codes, both as one int64."""
         if self.bits != 4:
             return self.values.to(device)
         pairs = torch.stack([self.values.repeat(16), self.values.repeat_interleave(16)], 1)
@@ -117,7 +117,10 @@ class SmallFloat(Codec):
 
 
 class PowerOfTwo(SmallFloat):
-    """A small float without mantissa, E3M0 above all: the same codes in less time, in integers of 16 and 8 bits."""
+    """A codec to small floats without a mantissa, above all E3M0: the same codes in less time.
+
+    It encodes in integers of 16 and 8 bits.
+    """
 
     def __init__(self, exponent: int):
         super().__init__(exponent, 0)
@@ -143,7 +146,7 @@ class PowerOfTwo(SmallFloat):
 
 @functools.cache
 def _fused_kernels() -> ModuleType | None:
-    """The fused kernels where Triton is installed: it comes with torch's builds for GPUs."""
+    """Return the module of fused kernels, or None without Triton, which comes with torch's builds for GPUs."""
     try:
         from lowcomm.codecs import _kernels
     except ImportError:

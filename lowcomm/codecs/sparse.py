@@ -26,7 +26,10 @@ def _kept(numel: int, keep: float) -> int:
 
 
 class TopK(Codec):
-    """The `keep` largest magnitudes as fp32, with their places: a bit for every value, or 4 bytes for each one kept."""
+    """A codec that sends the share `keep` of the values that is largest in magnitude, as fp32, and their places.
+
+    The places take a bit for every value or 4 bytes for each one kept, whichever is less.
+    """
 
     names = ("topk",)
     sparse = True
@@ -37,7 +40,7 @@ class TopK(Codec):
 
     @classmethod
     def of(cls, name: str, keep: float) -> TopK:
-        """The codec that sends this share of the values."""
+        """Return the codec that sends the share `keep` of the values."""
         return cls(keep)
 
     def encode(self, x: Tensor, seed: int = 0) -> Tensor:
@@ -71,10 +74,10 @@ class TopK(Codec):
 
 
 class ChunkTopK(Codec):
-    """The largest magnitudes of each chunk of `CHUNK` values, of each as many, with their places in 12 bits.
+    """A codec that sends the values of largest magnitude of each chunk of `CHUNK`, with their places in 12 bits each.
 
-    As fp32 ("chunk_topk"), or as one of four levels of all that is sent, in 2 bits ("chunk_topk_2bit", `levels`). The
-    last chunk may be shorter; it sends as many values, or all that it has.
+    Of each chunk it sends equally many: as fp32 ("chunk_topk"), or as one of four levels of all values that are sent,
+    in 2 bits ("chunk_topk_2bit", `levels`). The last chunk may be shorter; it sends as many values, or all that it has.
     """
 
     names = ("chunk_topk", "chunk_topk_2bit")
@@ -88,7 +91,7 @@ class ChunkTopK(Codec):
 
     @classmethod
     def of(cls, name: str, keep: float) -> ChunkTopK:
-        """The codec that sends this share of each chunk, its values as fp32 or in 2 bits."""
+        """Return the codec that sends the share `keep` of each chunk, as fp32 or, by its name, in 2 bits per value."""
         return cls(keep, two_bits=name == "chunk_topk_2bit")
 
     def encode(self, x: Tensor, seed: int = 0) -> Tensor:
@@ -112,13 +115,16 @@ class ChunkTopK(Codec):
         return _nbytes_12_bits(count) + self.values.nbytes(count)
 
     def _count(self, numel: int) -> int:
-        """How many of so many values are sent."""
+        """Return how many of `numel` values are sent."""
         full, rest = divmod(numel, CHUNK)
         return full * self.each + min(self.each, rest)
 
 
 def _largest(x: Tensor, count: int) -> Tensor:
-    """Places [k, count] of the largest magnitudes in each row of x [k, size], in ascending order."""
+    """Return the indices [k, count] of the largest magnitudes in each row of x [k, size], in ascending order.
+
+    Where `size` is less than `count` they are [k, size].
+    """
     return torch.sort(x.abs(), dim=1, descending=True, stable=True).indices[:, :count].sort(1).values
 
 
@@ -127,7 +133,7 @@ def _nbytes_12_bits(count: int) -> int:
 
 
 def _pack_12_bits(values: Tensor) -> Tensor:
-    """Whole numbers below 4,096, int32 [n] -> bytes: two in three, the first in the lower 12 bits."""
+    """Return whole numbers below 4,096, int32 [n], as bytes, uint8: two in three, the first in the lower 12 bits."""
     filled = torch.nn.functional.pad(values, (0, values.numel() % 2))
     pairs = filled.view(filled.numel() // 2, 2)
     both = pairs[:, 0] | pairs[:, 1] << 12
@@ -135,16 +141,16 @@ def _pack_12_bits(values: Tensor) -> Tensor:
 
 
 def _unpack_12_bits(packed: Tensor, count: int) -> Tensor:
-    """The inverse, as int64 [count]."""
+    """Return the numbers, int64 [count], that `_pack_12_bits` packed."""
     low, middle, high = packed.view(packed.numel() // 3, 3).long().unbind(1)
     both = low | middle << 8 | high << 16
     return torch.stack([both & 4095, both >> 12], 1).view(-1)[:count]
 
 
 class RandomKeep(Codec):
-    """Values at random places as fp32, times `scale`; only the seed of the places travels, in 8 bytes.
+    """A codec that sends values at random places as fp32, times `scale`, and of the places only their seed, in 8 bytes.
 
-    "dropout" (FedDropout) sends them as they are, "dare" (DARE) times 1 / keep, so that the sum is unbiased.
+    "dropout" (FedDropout) sends the values as they are, "dare" (DARE) times 1 / keep, so that the sum is unbiased.
     """
 
     names = ("dropout", "dare")
@@ -157,7 +163,7 @@ class RandomKeep(Codec):
 
     @classmethod
     def of(cls, name: str, keep: float) -> RandomKeep:
-        """The codec that sends this share of the values, scaled or not."""
+        """Return the codec that sends the share `keep` of the values, times 1 / keep if `name` is "dare"."""
         return cls(keep, 1 / keep if name == "dare" else 1.0)
 
     def _places(self, numel: int, seed: int, device: torch.device) -> Tensor:

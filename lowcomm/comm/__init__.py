@@ -1,4 +1,4 @@
-"""How ranks talk: World and its verbs, transports, the byte ledger, the link model and the clocks.
+"""How ranks communicate: World and its verbs, transports, the byte ledger, the link model and the clocks.
 
-No other room imports `torch.distributed`.
+No other package of the library sends tensors through `torch.distributed` itself.
 """

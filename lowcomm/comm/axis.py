@@ -1,4 +1,4 @@
-"""One axis of the grid: verbs on their way, in order, on threads of their own.
+"""One axis of the grid: it carries verbs out in order, on threads of its own.
 
 A verb is submitted with its body to a lane of the axis; the lane's thread runs bodies one after the other and the
 caller gets a Handle. Inside a body, `Op.swap` moves tensors: it names them, bills them, and keeps the link's time.
@@ -6,8 +6,8 @@ caller gets a Handle. Inside a body, `Op.swap` moves tensors: it names them, bil
 A rank that waits must not hold up what others wait for, so there is a lane for each sort of traffic; all lanes of
 an axis share its link.
 
-    main      verbs of the whole axis, or of a group, in the order that all members call them
-    ahead     the same of what is sent before it is needed, and called in an order of its own
+    main      verbs of the whole axis, or of a group, in the order in which all members call them
+    ahead     the same verbs for values that are sent before they are needed, called in an order of their own
     out, in   messages from one rank to another
 """
 
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from lowcomm.comm.world import World
 
 Lane = Literal["main", "ahead", "out", "in"]
-#: The purpose of messages by which ranks settle what they do, which the ledger does not count.
+#: The purpose of messages by which ranks agree on what they do; the ledger does not count them.
 UNBILLED = "agreement"
-#: The transport's channel of each axis and lane; a message leaves by "out" and comes in by "in".
+#: The transport's channel for each (axis, lane); "out" and "in" share one, as they are the two ends of a message.
 CHANNELS = {
     (axis, lane): 3 * i + kind
     for i, axis in enumerate(("replica", "stage", "route", "world"))
@@ -42,13 +42,13 @@ CHANNELS = {
 
 
 class Handle:
-    """A verb under way."""
+    """A handle on a verb that is under way; `wait()` gives its result."""
 
     def __init__(self, world: World, future: Future, op: Op | None):
         self._world, self._future, self._op = world, future, op
 
     def wait(self) -> Any:
-        """The verb's result. Raises CommError if it failed."""
+        """Wait until the verb is complete on this rank, and return its result. Raises CommError where it failed."""
         clock = self._world.clock
         entered = clock.now()
         value = self._future.result()
@@ -63,14 +63,21 @@ class Handle:
 
 
 def _used_here(value: Any) -> None:
-    """Tell the allocator that the current stream uses GPU tensors that another one made."""
+    """Tell the allocator that the current stream uses those tensors in `value` that are on a GPU.
+
+    value: a tensor, a list or tuple of them, or anything else, which is left alone.
+    """
     for x in value if isinstance(value, list | tuple) else [value]:
         if isinstance(x, Tensor) and x.is_cuda:
             x.record_stream(torch.cuda.current_stream(x.device))
 
 
 class Op:
-    """One verb on its way: names, clock and bill of its messages."""
+    """One verb that is under way: it names its messages, bills them to the ledger and keeps the link's time.
+
+    Attributes: `ranks` that take part; `step` of training when it was submitted; `nbytes` sent and `taken` so far, in
+    bytes; `phases`, the number of swaps so far; `submitted` and `finished`, in seconds on the rank's clock.
+    """
 
     def __init__(self, axis: AxisState, lane: Lane, verb: str, purpose: str, agreed: str, ranks: tuple[int, ...]):
         self.axis, self.lane, self.verb, self.purpose = axis, lane, verb, purpose
@@ -87,7 +94,10 @@ class Op:
         return torch.cuda.current_stream(self.axis.device).record_event() if self.axis.device.type == "cuda" else None
 
     def carry_out(self, body: Callable[[Op], Any]) -> Any:
-        """On the wire's thread: run the verb's body, in order with the work that the caller queued on its GPU."""
+        """Run the verb's body on the lane's thread, after the work that the caller has queued on its GPU.
+
+        Return what the body returns.
+        """
         if self.handed is not None:
             torch.cuda.current_stream(self.axis.device).wait_event(self.handed)
         value = body(self)
@@ -108,11 +118,14 @@ class Op:
         consume: Consume | None = None,
         expected: Expected | None = None,
     ) -> list[Tensor]:
-        """Send and take along the axis (indices on it); a None buffer is made as the header says.
+        """Send the tensors of `out` and receive those of `into`, which are returned in that order.
+
+        Both name peers by their index on the axis. A received tensor is written into its buffer; where that is None, it
+        is made in the shape, dtype and place that the header states. Raises CommError where a header does not fit.
 
         `agreed`: an earlier swap of this verb has compared headers with the same ranks, so none need travel,
-        unless to tell a link's clock when the sender began. `buffered`, `consume`: see `Transport.swap`.
-        `expected`: what `expect`, or `AxisState.expect`, has begun to take.
+        unless to tell a link's clock when the sender began. `buffered`, `consume`: as for `Transport.swap`.
+        `expected`: what `expect`, or `AxisState.expect`, has returned for this swap.
         """
         _used_here([x for _, x in (*out, *into)])
         axis, link, ranks = self.axis, self.axis.link, self.axis.ranks
@@ -179,12 +192,15 @@ class Op:
 
     @property
     def is_direct(self) -> bool:
-        """Tell whether every rank takes part, as `Transport.swap` wants to know."""
+        """Tell whether every rank of the World takes part, so that a swap is `direct` (`Transport.swap`)."""
         axis = self.axis
         return self.lane == "main" and axis.name == "replica" and axis.size == self.world.size == len(self.ranks)
 
     def expect(self, into: Sequence[tuple[int, Tensor]]) -> Expected | None:
-        """Begin to take what the last swap of this verb takes, an `agreed` one, while those before are under way."""
+        """Begin to receive what this verb's last swap, an `agreed` one, receives, while earlier swaps are under way.
+
+        into: as for `swap`. Return what that swap takes as `expected`; None where the axis is timed.
+        """
         axis = self.axis
         if axis.is_timed:
             return None
@@ -192,6 +208,10 @@ class Op:
         return self.world.transport.expect(CHANNELS[axis.name, self.lane], places, bare=True, direct=self.is_direct)
 
     def record(self, entered: float, left: float) -> None:
+        """Append this verb to the trace, if there is one.
+
+        entered, left: when the caller began to wait for it and when it went on, in seconds on the rank's clock.
+        """
         if self.world.trace is not None:
             self.world.trace.spans.append(
                 Span(
@@ -213,7 +233,7 @@ class Op:
 
 
 class _LaneThread:
-    """Carries out what it is given, in order."""
+    """A daemon thread that carries out tasks one after the other, on a GPU stream of its own where there is a GPU."""
 
     def __init__(self, name: str, device: torch.device):
         self.device = device
@@ -234,13 +254,16 @@ class _LaneThread:
         self._tasks.put(task)
 
     def stop(self) -> None:
-        """Finish what is queued and end the thread: one that outlives the interpreter aborts the process."""
+        """Finish the queued tasks and end the thread: one that outlives the interpreter aborts the process."""
         self._tasks.put(None)
         self._thread.join()
 
 
 class AxisState:
-    """This rank's line of the grid along one axis, its link, and its lanes."""
+    """One axis of the grid as this rank sees it: the ranks on its line, their link, and the lanes.
+
+    Attributes: `ranks` of the axis in order; `index` of this rank among them, from 0; `size`, how many they are.
+    """
 
     def __init__(self, world: World, name: str, ranks: list[int], link: Link):
         self.world, self.name, self.ranks, self.link = world, name, ranks, link
@@ -255,13 +278,14 @@ class AxisState:
 
     @property
     def is_timed(self) -> bool:
-        """Tell whether senders' clocks travel with what they send, as the link's time needs them."""
+        """Tell whether each message carries its sender's time, as a link or a virtual clock needs it."""
         return self.link != Link() or self.world.clock.is_virtual
 
     def expect(self, source: int, like: Tensor | None) -> Expected:
-        """Begin to take the next message from an index of the axis.
+        """Begin to receive the next message from index `source`, and return what its swap takes as `expected`.
 
-        Its payload waits for its turn where one of any shape is awaited before it, which might be shaped alike.
+        like: the buffer that it goes to; None where it may have any shape. While a message of any shape is awaited
+        from there, which might have the same shape, only the header is received early, and the payload in its turn.
         """
         with self.lock:
             early = None if self._of_any_shape[source] else like
@@ -269,12 +293,12 @@ class AxisState:
         return self.world.transport.expect(CHANNELS[self.name, "in"], [(self.ranks[source], early)])
 
     def came(self, source: int, like: Tensor | None) -> None:
-        """A message that `expect` was told of has come."""
+        """Note that a message has come which `expect` was called for, with the same arguments."""
         with self.lock:
             self._of_any_shape[source] -= like is None
 
     def number(self, of: Any) -> int:
-        """How many there were of a kind before this one."""
+        """Count one more call of the kind `of`, and return how many there were before it."""
         self._counts[of] += 1
         return self._counts[of] - 1
 
@@ -288,7 +312,12 @@ class AxisState:
         members: Sequence[int],
         lane: Lane = "main",
     ) -> Handle:
-        """Queue `body`; `verb`, numbered, and `agreed` are what all members (indices on the axis) must say alike."""
+        """Queue `body` on a lane and return a Handle on its result.
+
+        members: those that take part, as indices on the axis. All of them must give the same `verb`, which is numbered,
+        `purpose` and `agreed`, the shape and dtype for example: messages carry these words, and a member that receives
+        others fails with CommError. If the body fails, the transport is aborted, so that other ranks learn of it.
+        """
         op = Op(self, lane, verb, purpose, agreed, tuple(sorted(self.ranks[i] for i in members)))
         future: Future = Future()
         if lane not in self._lanes:
@@ -314,15 +343,16 @@ class AxisState:
         return Handle(self.world, future, op)
 
     def stop(self) -> None:
-        """Finish what is queued on every lane."""
+        """Finish the verbs that are queued, and end the thread of every lane."""
         for thread in self._lanes.values():
             thread.stop()
         self._lanes.clear()
 
 
 def rotation(members: list[int], index: int) -> tuple[list[int], list[int]]:
-    """Return the members to send to and those to take from, in order: next neighbour first, so that no wire is wanted
-    twice at once.
+    """Return the members that `index` sends to and those that it takes from, each in the order to do so.
+
+    The next neighbour comes first, so that no two members send to the same one at once.
     """
     at, n = members.index(index), len(members)
     return [members[(at + k) % n] for k in range(1, n)], [members[(at - k) % n] for k in range(1, n)]

@@ -1,4 +1,4 @@
-"""Settings of the wire."""
+"""The settings of communication between ranks."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from lowcomm.settings import check_bounds, number
 
 @dataclass(frozen=True)
 class CommConfig:
-    """The wire. None of it may change a loss, but `reduction`: the backend's own adds in its own order."""
+    """The settings of communication between ranks.
 
-    backend: Literal["auto", "gloo", "nccl"] = "auto"  # of processes
+    None of them may change a loss but `reduction`: "native" is the backend's own, which adds in an order of its own.
+    """
+
+    backend: Literal["auto", "gloo", "nccl"] = "auto"  # of processes; "auto": nccl where each rank has a GPU of its own
     reduction: Literal["ordered", "native"] = "ordered"
     clock: Literal["real", "virtual"] = "real"
-    link_mbit_per_s: float = number(0.0, at_least=0)  # 0: as fast as it goes
+    link_mbit_per_s: float = number(0.0, at_least=0)  # 0: unlimited
     link_latency_ms: float = number(0.0, at_least=0)
     timeout_s: float = number(300.0, above=0, at_most=1e6)
     trace: bool = False

@@ -1,12 +1,12 @@
-"""Replicas as processes that may leave and come back: the wire of `membership`.
+"""Replicas as processes that may leave and come back: the communication that `membership` needs.
 
 torch.distributed ends with the first process that dies, so nothing here uses its groups. The log is in a store that
 outlives replicas (`SharedLog`), over a connection that carries nothing else; what replicas send each other goes over
-sockets of their own (`Messenger`), from each to each, and whoever does not answer is named instead of waited for.
-`Elastic` carries out what a `membership.Member` asks for; where a replica is a pipeline, at all of its stages
+sockets of their own (`Messenger`), from each to each, and one that does not answer is named instead of waited for.
+`Elastic` carries out the requests of a `membership.Member`; where a replica is a pipeline, at all of its stages
 (`stages`).
 
-Links are assumed to be of a trusted network: nothing is encrypted or authenticated.
+The network is assumed to be trusted: nothing is encrypted or authenticated.
 """
 
 from __future__ import annotations
@@ -70,12 +70,16 @@ _LONGEST_HEADER, _PIECE = 1 << 16, 1 << 20
 _AT_ONCE = 64
 #: A connection that ends may be replaced by another, which begins in less than this.
 _REPLACED_S = 0.2
-#: Called with a sender and a number of bytes: 0 when a header has come, then each piece of payload that left or came.
+#: Called with a sender and a number of bytes: 0 when a header has come, then that of each piece of payload that left
+#: or came.
 Told = Callable[[str, int], None]
 
 
 class NoAnswer(CommError):
-    """A replica does not answer, or what came from it is damaged. `who` it is."""
+    """Raised where a replica does not answer, or what came from it is damaged.
+
+    Attributes: `who`, its name.
+    """
 
     def __init__(self, who: str, why: str):
         super().__init__(f"{who}: {why}")
@@ -90,7 +94,10 @@ class SharedLog:
         self._entries: list[Entry] = []
 
     def read(self, index: int) -> Entry | None:
-        """The entry at an index; None where the log ends. Raises CommError where the store does not answer."""
+        """Return the entry at an index, from 0; None where the log ends before it.
+
+        index: of an entry that was read before, or of the next. Raises CommError where the store does not answer.
+        """
         if self._is_new:  # and has all that others have said to catch up with
             while texts := self._notes.look_all([f"log/{len(self._entries) + i}" for i in range(_AT_ONCE)]):
                 self._entries += map(_unpacked, texts)
@@ -105,7 +112,10 @@ class SharedLog:
         return None
 
     def append(self, entry: Entry) -> None:
-        """Write an entry at the end, wherever that is. Raises CommError where the store does not answer."""
+        """Append an entry, after all that others have appended meanwhile.
+
+        Raises CommError where the store does not answer; the entry may then be there nevertheless.
+        """
         mine = json.dumps([type(entry).__name__, asdict(entry)])
         while True:
             while self.read(len(self._entries)) is not None:
@@ -125,7 +135,7 @@ def _unpacked(text: str) -> Entry:
 
 @dataclass(frozen=True)
 class Frame:
-    """A message as it goes over a socket: its sender, its kind, the key it is taken by, and its bytes."""
+    """A message as it goes over a socket: its sender, its kind, the key by which it is taken, and its bytes."""
 
     source: str
     kind: str
@@ -134,15 +144,15 @@ class Frame:
 
     @functools.cached_property
     def header(self) -> bytes:
-        """The bytes that go before the payload and say who sends it, as what, and how long it is."""
+        """The bytes that go before the payload; they state its sender, kind, key, length and checksum."""
         told = {"source": self.source, "kind": self.kind, "key": self.key, "nbytes": len(self.payload)}
         packed = json.dumps(told | {"crc": zlib.crc32(self.payload)}).encode()
         return struct.pack("!I", len(packed)) + packed
 
     def send(self, to: socket.socket, told: Told) -> None:
-        """Write it to a socket, whose time-out says how long the other end may leave bytes untaken.
+        """Write the frame to a socket, whose time-out says for how long the other end may leave bytes untaken.
 
-        told: called with this frame's own source after each piece of the payload.
+        told: called with this frame's own source after each piece of the payload. Raises OSError where that fails.
         """
         to.sendall(self.header)
         left = memoryview(self.payload)
@@ -153,7 +163,11 @@ class Frame:
 
     @classmethod
     def receive(cls, source: socket.socket, told: Told) -> tuple[Frame, bool] | None:
-        """Read one, and whether it is as it was sent; None where the stream ends or holds no valid header."""
+        """Read a frame from a socket, and return it with whether its payload is as it was sent.
+
+        Return None where the stream ends or holds no valid header. told: called with the sender when the header has
+        come, and after each piece of the payload.
+        """
         if (size := _exactly(source, 4)) is None:
             return None
         (length,) = struct.unpack("!I", size)
@@ -182,7 +196,7 @@ def _exactly(source: socket.socket, nbytes: int, each: Callable[[int], None] = l
 
 
 class _Way:
-    """The connection to one of the others, once there is one; `lock` is held by whoever makes it or sends over it."""
+    """The connection to another replica, once there is one; `lock` is held by whoever makes it or sends over it."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -200,17 +214,18 @@ class _Way:
 
 
 class Messenger:
-    """Sends frames to others by their addresses, and keeps what has come until it is taken.
+    """The sockets of one replica: it sends frames to others by name, and keeps those that come until they are taken.
 
     Args:
-        who: this replica.
+        who: the name of this replica.
         host: the address to listen on.
-        timeout_s: how many seconds a connection may take to be made, and its other end may leave bytes untaken.
-        address_of: (host, port) of a replica; None where it is not known.
-        serve: answers a request for the agreed state of a version or a later one, for whom has that of another version
-            already: bytes; None where it has none.
+        timeout_s: for how many seconds a connection may take to be made, and its other end may leave bytes untaken.
+        address_of: returns the (host, port) of a replica by its name; None where it is not known.
+        serve: called with two versions of the agreed state, the one that another replica needs and the one that it has;
+            returns the bytes of the former or of a later one, or None where there is none to give.
 
-    Attributes: `moved`, when a payload's bytes last left or came, by the monotonic clock.
+    Attributes: `address`, the (host, port) at which it listens; `moved`, when a payload's bytes last left or came, by
+    the monotonic clock.
 
     Raises ConfigError where `host` is no address of this machine.
     """
@@ -296,11 +311,11 @@ class Messenger:
             self.moved = now
 
     def heard(self, who: str) -> float:
-        """When there was the last sign of a replica, by the monotonic clock; minus infinity where there was none."""
+        """Return when there was the last sign of a replica, by the monotonic clock; minus infinity for none."""
         return self._heard.get(who, -math.inf)
 
     def reach(self, to: Sequence[str]) -> None:
-        """Connect with those with whom there is no connection yet, so that they hear beats; nobody waits for that."""
+        """Connect with those of `to` to whom there is no connection yet, without waiting, so that they hear beats."""
 
         def connect(who: str) -> None:
             way = self._way(who)
@@ -313,9 +328,9 @@ class Messenger:
                 threading.Thread(target=connect, args=(who,), name="reach", daemon=True).start()
 
     def beat(self, to: Sequence[str], word: bytes = b"") -> None:
-        """Say that this replica is alive to those of `to` that it is connected with; nobody is waited for.
+        """Say, without waiting, that this replica is alive to those of `to` that it is connected with.
 
-        word: what counts as bytes that have come, there.
+        word: a payload, which sets `moved` at the receivers; none by default.
         """
         frame = Frame(self.who, "beat", (), word)
         for way in map(self._way, to):
@@ -334,9 +349,10 @@ class Messenger:
                 self.send(frame.source, "state", frame.key, state, anew=True)
 
     def send(self, to: str, kind: str, key: tuple[int, ...], payload: bytes, *, anew: bool = False) -> None:
-        """Send a frame. Raises NoAnswer where nobody takes it.
+        """Send `payload` to a replica, which takes it by its kind and key. Raises NoAnswer where that fails.
 
-        anew: over a new connection, as an old one may look open after a link was down, and lose what is sent over it.
+        anew: whether to do so over a new connection, as an old one may look open after a link was down, and lose what
+        is sent over it.
         """
         frame, way = Frame(self.who, kind, key, payload), self._way(to)
         _ = frame.header  # made before there is anything that waits for it
@@ -359,8 +375,8 @@ class Messenger:
     def _connect(self, to: str, way: _Way) -> socket.socket:
         """Connect with another replica anew, and return the connection. Raises NoAnswer where it is not to be reached.
 
-        One that there was before ends only after a first word has gone over the new one, so that the other replica,
-        who takes the end of all connections for the end of this replica, is never left without any.
+        An earlier connection ends only after a first word has gone over the new one, so that the other replica, who
+        takes the end of all connections for the end of this replica, is never left without any.
         """
         if (address := self._address_of(to)) is None:
             raise NoAnswer(to, "has no address")
@@ -378,11 +394,11 @@ class Messenger:
     def take(
         self, source: str, kind: str, key: tuple[int, ...], *, within_s: float, go_on: Callable[[], bool]
     ) -> bytes:
-        """Return what has come, waiting for it.
+        """Wait for the frame of a source, kind and key, and return its payload, which is forgotten here.
 
-        within_s: how long there may be no sign of its source, in seconds. go_on: asked now and then; where it is False
-        nobody wants it any more. Raises NoAnswer where it does not come, is damaged, or is not wanted, and as soon as
-        the last connection of its source ends.
+        within_s: for how many seconds there may be no sign of the source. go_on: called now and then; where it returns
+        False, the frame is not needed any more. Raises NoAnswer where the frame does not come, is damaged, or is not
+        needed any more, and soon after the last connection of its source has ended.
         """
         box, begin = (source, kind, key), time.monotonic()
 
@@ -410,7 +426,10 @@ class Messenger:
                 begin = time.monotonic()
 
     def forget(self, before: int, present: Container[str]) -> None:
-        """Let go of values and states that have come for rounds before one, and of connections to who is gone."""
+        """Drop the values and states that have come for rounds before the number `before`.
+
+        Connections to others than `present` end.
+        """
         with self._arrived:
             for box in [box for box in self._boxes if box[1] in ("values", "state") and box[2][0] < before]:
                 del self._boxes[box]
@@ -420,7 +439,7 @@ class Messenger:
             way.end(for_good=True)
 
     def close(self) -> None:
-        """Listen no more, and end all connections."""
+        """Stop listening, and end all connections."""
         self._closed = True
         for end in [self._listener, *self._from]:
             with contextlib.suppress(OSError):
@@ -441,11 +460,12 @@ def _takes(connection: socket.socket) -> bool:
 
 @dataclass(frozen=True)
 class Payload:
-    """Values of which a round is to find a mean.
+    """Values of one replica, whose mean over the members of a round is to be found.
 
-    x: flat fp32. sections: of it in order, each with the slots that own it; None where all own everything. codec, seed:
-    how they are encoded. purpose: what the ledger bills them as. packed: the sections as encoded, where that has been
-    done. reduce: what the mean is.
+    x: the values, flat fp32, which are not changed. codec, seed: how they are encoded. purpose: what the ledger bills
+    them as. sections: the sections of `x` in order, each with the slots that own it; None where all own everything.
+    packed: the sections as `encoded` has returned them, where that has been called. reduce: the reduction in the place
+    of the mean, as for `EncodedMean`.
     """
 
     x: Tensor
@@ -457,12 +477,13 @@ class Payload:
     reduce: Reduce = weighted_mean
 
 
-#: Of the slots that a round is of, those whose means one wants: itself among them, in ascending order.
+#: Takes the slots of a round's members, in ascending order, and returns those over which this replica's mean is, its
+#: own among them.
 Group = Callable[[list[int]], list[int]]
 
 
 class _Attempt:
-    """Stands for `axis.Op` in an encoded mean: swaps tensors with the members of an attempt."""
+    """The part of `axis.Op` that an encoded mean uses, between the members of an attempt."""
 
     def __init__(self, elastic: Elastic, request: Exchange):
         self.elastic, self.request, self.purpose = elastic, request, ""
@@ -471,7 +492,11 @@ class _Attempt:
     def swap(
         self, out: Sequence[tuple[int, Tensor]], into: Sequence[tuple[int, Tensor | None]], *, agreed: bool = False
     ) -> list[Tensor]:
-        """Send and take; `into` names the buffer, where there is one. Raises NoAnswer."""
+        """Send the tensors of `out` and receive those of `into`, by index among the attempt's members.
+
+        Return the received in that order: in their buffers, or as uint8 on the CPU where a buffer is None. Raises
+        NoAnswer where a member does not answer, or sends another number of bytes.
+        """
         messenger, members = self.elastic.messenger, self.request.members
         key, self.phase = (*self.request.key, self.phase), self.phase + 1
         for i, x in out:
@@ -492,7 +517,7 @@ class _Attempt:
 
 
 def check_place(slot: int, slots: int, quorum: int) -> None:
-    """Raise ConfigError where there is no such slot, or no round can have that many members."""
+    """Raise ConfigError where `slot` is not from 0 to `slots` - 1, or `quorum` is not from 1 to `slots`."""
     if not 0 <= slot < slots or not 1 <= quorum <= slots:
         rule = f"slots count from 0 to {slots - 1}, and a quorum is of 1 to {slots}"
         raise ConfigError(f"slot {slot} and a quorum of {quorum} do not go with {slots} slots: {rule}")
@@ -503,19 +528,25 @@ class Elastic:
 
     Args:
         notes: a store that all replicas reach, and that outlives them.
-        who: its name, which no other start of any replica has.
-        slot: its share of the data.
+        who: the replica's name, which no other start of any replica has.
+        slot: its share of the data, from 0.
         slots, quorum, end: as for `membership.Roll`.
-        rules: how long it waits.
+        serve: returns the version and the bytes of the agreed state, for another replica; None where it has none that
+            is late enough. It is called with the version that is needed at least, for which it may wait a while, and
+            the version that the other replica has, since which what has not changed may be left out; 0 where nothing
+            may.
+        load: called with the bytes of a state that `serve` of another replica has returned.
+        rules: for how long the replica waits; by default `Rules()`.
         host: the address by which others reach it; by default that by which it reaches the store.
-        serve: gives the agreed state to whoever asks: its version and bytes. It is told the version that is wanted, for
-            which it may wait a while, and that of what the other has, 0 where that is nothing: of this, what has not
-            changed since need not be given. None where it has none as late.
-        load: takes the bytes of such a state.
-        stage, stages: where a replica is a pipeline: which stage this is, and of how many. All of them have the same
-            `who` and do everything here together, the same calls in the same order, and get the same results.
+        stage, stages: where a replica is a pipeline, the index of this stage, from 0, and their number. All of them
+            have the same `who` and do everything here together, the same calls in the same order, and get the same
+            results.
 
-    Attributes: `roll`; `ledger` of what it sends, states that it gives included; `step`, to which the ledger bills.
+    Attributes: `roll`; `member`, its `membership.Member`; `messenger`; `ledger` of what it sends, states that it gives
+    included; `step`, set by the caller, to which the ledger bills.
+
+    Raises ConfigError as `check_place` and `Messenger` do, and CommError where the store does not answer for
+    `Rules.alone_s`.
     """
 
     def __init__(
@@ -578,7 +609,7 @@ class Elastic:
             time.sleep(_LOOK_S)
 
     def name_of(self, who: str, stage: int | None = None) -> str:
-        """Return the name on the wire of a replica's stage, by default of the one like this."""
+        """Return the name by which messages reach a stage of a replica; by default the stage that this one is."""
         return f"{who}/{self.stage if stage is None else stage}"
 
     def _address_of(self, name: str) -> tuple[str, int] | None:
@@ -587,7 +618,7 @@ class Elastic:
         return self._addresses.get(name)
 
     def _beat(self) -> None:
-        """Say to the other stages that this one is alive, and to an attempt's members while its exchange moves."""
+        """Tell the other stages that this one is alive, and an attempt's members while its exchange moves."""
         stages = self._names[1:] if self._stages.leads else self._names[:1]
         while not self._left.wait(self.rules.silence_s / 4):
             self.messenger.reach(stages)
@@ -605,14 +636,18 @@ class Elastic:
         return [self.name_of(who) for who in attempt.members if who != self.member.who]
 
     def join(self, version: int = 0) -> None:
-        """Take the slot, with parameters of a version."""
+        """Take the slot, with parameters of a version, as `Member.join` does.
+
+        Raises CommError where nothing moves for `Rules.alone_s`, and where `stop` was called.
+        """
         self._together(lambda: self._drive(self.member.join(version)))
 
     def catch_up(self) -> tuple[int, int] | None:
-        """Come to the latest round, as `Member.catch_up` says, and load the state that a donor gives.
+        """Come to the latest round, as `Member.catch_up` does, and load the state that a donor gives.
 
-        Returns how many rounds the run has now, and how many tokens of this slot they count; None where the member is
-        none any more.
+        Returns how many rounds are committed now, and how many tokens of this slot they count; None where
+        `Member.catch_up` returns False. Raises CommError as that does, where nothing moves for `Rules.alone_s`, and
+        where `stop` was called.
         """
 
         def led() -> tuple[int, int] | None:
@@ -624,10 +659,11 @@ class Elastic:
         return None if found is None else tuple(found)
 
     def meet(self, payloads: Sequence[Payload], tokens: int, group: Group = list) -> tuple[Round, list[Tensor]] | None:
-        """Take part in the round under way with values that so many tokens have made.
+        """Take part in the round under way with values that were trained on so many tokens.
 
-        Returns the round, and of each payload the mean over those of its members that are in this replica's group, each
-        weighing as its tokens do; None where the round went on without this replica.
+        Returns the round and, for each payload, the mean over those of its members that are in this replica's group,
+        weighted by their tokens; None where the round went on without this replica. Raises CommError as `Member.meet`
+        does, where nothing moves for `Rules.alone_s`, and where `stop` was called.
         """
         self._payloads, self._group = payloads, group
         self._means = None
@@ -648,7 +684,7 @@ class Elastic:
         return committed, self._means[1]
 
     def wait_for_the_late(self) -> None:
-        """After the last round: stay as a donor until every slot's holder has it, or for as long as a time-out."""
+        """Stay as a donor after the last round until the holder of every slot has it, at most for `Rules.timeout_s`."""
         until, roll = time.monotonic() + self.rules.timeout_s, self.roll
 
         def led() -> None:
@@ -661,11 +697,14 @@ class Elastic:
         self.read()
 
     def stop(self) -> None:
-        """End what another thread of this replica is in: that raises CommError."""
+        """End the call that another thread of this replica is in, which raises CommError.
+
+        `wait_for_the_late` returns instead.
+        """
         self._closed = True
 
     def close(self) -> None:
-        """Leave, so that nobody waits for this replica, and end its connections."""
+        """Give the slot up, so that nobody waits for this replica, and end its connections."""
         self._closed = False
         if self._stages.leads:
             self._drive(self.member.leave())
@@ -673,7 +712,7 @@ class Elastic:
         self.close_connections()
 
     def close_connections(self) -> None:
-        """End all connections, without a word."""
+        """End all connections without giving the slot up."""
         self._left.set()
         self.messenger.close()
 
@@ -681,12 +720,15 @@ class Elastic:
         return not self._closed
 
     def is_at(self, request: Exchange) -> bool:
-        """Tell whether an attempt is still under way, as far as the log can be read."""
+        """Tell whether an attempt is still under way, as far as the log can be read, and `stop` was not called."""
         self.read()
         return self.roll.key == request.key and not self._closed
 
     def _together(self, led: Callable[[], Any]) -> Any:
-        """Return what the first stage finds, who gives orders to the others meanwhile. Raises what it raises."""
+        """Return, at all stages, the result of `led`, which the first calls while the others carry out its orders.
+
+        Where it raises CommError, all stages do.
+        """
         if not self._stages.leads:
             return self._stages.follow({"exchange": self._swap_at, "fetch": self._ask, "load": self._load_given})
         try:
@@ -699,9 +741,10 @@ class Elastic:
         return found
 
     def _drive(self, steps: Generator[Request, Any, Any]) -> Any:
-        """Carry out requests. Raises CommError where nothing moves for `Rules.alone_s`, or this replica has left.
+        """Carry out the requests of a generator of `Member`, and return what it returns.
 
-        Where nothing has moved for `Rules.timeout_s`, the log of Python says once what is waited for.
+        Raises CommError where nothing moves for `Rules.alone_s`, or this replica has left. Where nothing has moved for
+        `Rules.timeout_s`, a warning says once what is waited for.
         """
         answer: Any = None
         is_told = False
@@ -746,7 +789,7 @@ class Elastic:
         return f"{waited} in round {len(roll.rounds)}: {there}"
 
     def read(self) -> bool:
-        """Read on in the log; False where it cannot be reached."""
+        """Fold the log's new entries into `roll`, and return whether the log could be reached."""
         with self._reading:
             try:
                 while (entry := self.log.read(self.roll.length)) is not None:
@@ -770,7 +813,7 @@ class Elastic:
         return next(filter(None, [lost, *self._stages.answers()]), "")
 
     def _swap_at(self, length: int, key: list[int], members: list[str]) -> str:
-        """Swap values as a stage that follows: when it has read as far in the log as the first had."""
+        """Swap values as a stage that follows, after it has read as far in the log as the first stage had."""
         until = time.monotonic() + self.rules.alone_s
         self.read()
         while self.roll.length < length:
@@ -782,7 +825,7 @@ class Elastic:
         return self._swap(request) if self.roll.key == request.key else ""  # else what is done of it counts nowhere
 
     def _swap(self, request: Exchange) -> str:
-        """Swap values with the same stage of all members; returns who does not answer."""
+        """Swap values with the same stage of all members; return the replica that does not answer, "" for none."""
         self._under_way, self.messenger.moved = request, time.monotonic()
         self.messenger.reach(self._others(request))
         members, roll = request.members, self.roll
@@ -822,7 +865,7 @@ class Elastic:
         return version
 
     def _ask(self, donor: str, wanted: int, has: int) -> int | None:
-        """Ask a donor for this stage's state; answers as a `Fetch`, and keeps the state's bytes."""
+        """Request this stage's state from a donor and keep its bytes. Return what a `Fetch` is answered."""
         self._wants += 1
         name, key = self.name_of(donor), (len(self.roll.rounds), self._wants)
         try:

@@ -1,7 +1,8 @@
 """The mean of encoded values over the members of a group, section by section.
 
-A section is a run of values with owners of its own (`shares.Section`): only they say what it is, all members get
-the mean. Each is gathered whole, or reduced in shares whose sums travel as fp32, whichever sends fewer bytes.
+A section is a run of values with owners of its own (`shares.Section`): only the owners send values of it, and all
+members get the mean. Each section is gathered whole, or reduced in shares whose sums travel as fp32, whichever sends
+fewer bytes.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from lowcomm.codecs import Codec
 from lowcomm.comm.axis import Op, rotation
 from lowcomm.comm.shares import Section, block_shares, encoded_mean_in_shares
 
-#: (the members' values, each [n] and scratch afterwards; what each weighs) -> what stands in their place [n].
+#: Takes the values of each member, [n] and scratch afterwards, and their weights; returns the result, [n].
 Reduce = Callable[[Iterable[Tensor], Sequence[float]], Tensor]
 
 
 def weighted_mean(parts: Iterable[Tensor], weights: Sequence[float]) -> Tensor:
-    """Return the mean of values [n], summed in order as each weighs."""
+    """Return the weighted mean of tensors [n], summed in the order of `parts`, which may be overwritten."""
     first, *others = weights
     left = iter(parts)
     total = next(left)
@@ -32,18 +33,21 @@ def weighted_mean(parts: Iterable[Tensor], weights: Sequence[float]) -> Tensor:
 
 
 class EncodedMean:
-    """One such mean, on one rank.
+    """The mean of encoded values over the members of a group, as one of them computes it.
 
     Args:
-        x: flat fp32 values, replaced by the mean.
-        codec, seed: how they are encoded; each section has a seed of its own, the next one.
-        sections: of `x` in order, owners as indices on the axis.
-        members: of the group, as indices on the axis.
-        me: this rank's index.
-        weights: of members, in their order, if they are not to weigh alike.
-        packed: the sections' values as `encoded` has them, where that has been called; sections that are reduced in
+        x: this rank's values, flat fp32, which the mean replaces.
+        codec, seed: how the values are encoded; section i, from 0, has the seed `seed` + i.
+        sections: the sections of `x` in order, with their owners as indices on the axis.
+        members: the members of the group, as indices on the axis.
+        me: this rank's index on the axis.
+        weights: the members' weights, in the order of `members`; by default they are equal.
+        packed: the sections as `encoded` has returned them, where that has been called; sections that are reduced in
             shares are encoded anew.
-        reduce: what becomes of the members' values. One that needs them whole goes with a codec of block 0.
+        reduce: the reduction that makes one result of the members' values. One that needs each member's values whole
+            needs a codec whose `block` is 0.
+
+    Raises ValueError where the sections do not add up to `x`.
     """
 
     def __init__(
@@ -72,13 +76,20 @@ class EncodedMean:
             part.whole = whole
 
     def alone(self) -> Tensor:
-        """The mean where this rank is the only member: what decoding makes of its own values."""
+        """Compute the mean of a group of which this rank is the only member, from its own values encoded and decoded.
+
+        Return `x`, which holds it; sections that this rank does not own become 0.
+        """
         for part in self.parts:
             part.reduce(self.me, [part.packed(self.me)] if part.owners else [])
         return self.x
 
     def over(self, op: Op) -> Tensor:
-        """The mean; what is encoded is exchanged first, then the sums of shares."""
+        """Compute the mean with the other members and return `x`, which holds it.
+
+        Encoded values are exchanged first, then, for sections that are reduced in shares, the shares' sums.
+        op: swaps tensors with members by their index on the axis (`Op.swap`).
+        """
         me, members, parts = self.me, self.members, self.parts
         to, source = rotation(members, me)
         packed = {i: [part.packed(i) for part in parts if part.meet(me, i)] for i in members}
@@ -106,12 +117,12 @@ class EncodedMean:
 
 
 def encoded(x: Tensor, codec: Codec, seed: int, sections: Sequence[Section] | None = None) -> list[Tensor]:
-    """Return one member's values as `EncodedMean` encodes them, section by section; they are one by default."""
+    """Return one member's values as `EncodedMean` encodes them, section by section; by default `x` is one section."""
     return [codec.encode(part, seed + index) for index, part in enumerate(_parts(x, sections))]
 
 
 def read_back(x: Tensor, packed: Sequence[Tensor], codec: Codec, sections: Sequence[Section] | None = None) -> Tensor:
-    """Return what the others make of `encoded` values."""
+    """Return the values that other members decode from `packed`, which `encoded` has made of `x`; shaped as `x`."""
     both = zip(packed, _parts(x, sections), strict=True)
     return torch.cat([codec.decode(message, part.numel()) for message, part in both])
 
@@ -121,7 +132,7 @@ def _parts(x: Tensor, sections: Sequence[Section] | None) -> Sequence[Tensor]:
 
 
 class _Part:
-    """One section of an encoded mean: values `x`, and those members who own them, with their weights."""
+    """One section of an encoded mean: its values `x`, and the members that own them, with their weights."""
 
     def __init__(self, x: Tensor, codec: Codec, owners: dict[int, float], members: int, seed: int, reduce: Reduce):
         self.x, self.codec, self.owners, self.seed, self._reduce = x, codec, list(owners), seed, reduce
@@ -133,15 +144,15 @@ class _Part:
         self.whole: Tensor | None = None  # encoded
 
     def meet(self, sender: int, receiver: int) -> bool:
-        """Tell whether one sends the other encoded values."""
+        """Tell whether `sender` sends encoded values of this section to `receiver`."""
         return sender in self.owners and (receiver in self.owners or not self.in_shares)
 
     def share(self, i: int) -> Tensor:
-        """Return what `i` reduces: its share, or all where every member does."""
+        """Return the part of `x` that member `i` reduces: its share, or all where each member reduces all."""
         return self.x[slice(*self._bounds[i])] if self.in_shares else self.x
 
     def packed(self, i: int) -> Tensor:
-        """Return this rank's values of what `i` reduces, encoded."""
+        """Return this rank's values of the part that member `i` reduces, encoded."""
         if self.in_shares:
             return self.codec.encode(self.share(i), self.seed)
         if self.whole is None:
@@ -149,11 +160,14 @@ class _Part:
         return self.whole
 
     def nbytes(self, me: int) -> int:
-        """Return the bytes of each message of what this rank reduces."""
+        """Return the number of bytes of each message that this rank, `me`, receives of this section."""
         return self.codec.nbytes(self.share(me).numel())
 
     def reduce(self, me: int, messages: list[Tensor]) -> None:
-        """Make of what the owners say, in their order, what is to stand in its place."""
+        """Replace the part of `x` that this rank reduces by the reduction of the owners' messages, in their order.
+
+        Where the section has no owner among the members, it becomes 0.
+        """
         if not self.owners:
             self.x.zero_()
         if not messages:

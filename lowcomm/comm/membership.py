@@ -1,29 +1,29 @@
-"""Membership: which replicas a round is of, agreed through one log, while replicas leave and come back.
+"""Membership: which replicas take part in a round, agreed through one log, while replicas leave and come back.
 
-What replicas must agree on is written to a log, an entry at a time, by whoever has something to say. The log (a store
-with compare-and-set, or a list between threads) gives entries an order and does nothing else; every replica folds them
-by the same rules (`Roll`), so all that have read as far know the same. There is no coordinator that could be lost.
+What replicas must agree on is written to a log, an entry at a time, by any of them. The log (a store with
+compare-and-set, or a list between threads) gives entries an order and does nothing else; every replica folds them by
+the same rules (`Roll`), so all that have read equally far have the same state. There is no coordinator to be lost.
 
-    Join      a replica takes a slot, or is back in it, and says which round its parameters are of
-    Ready     it has trained its share of a round and can send what it would send
-    Close     whoever is not ready has been waited for long enough
-    Done      it has taken what all other members have sent
-    Lost      somebody does not answer
-    Rollback  nobody is left who has what was committed last
+    Join      a replica takes a slot, or is back in it, and states which round its parameters are of
+    Ready     a replica has trained its share of a round and can send its values
+    Close     those who are not ready have been waited for long enough
+    Done      a member has taken what all other members have sent
+    Lost      a replica does not answer, or leaves
+    Rollback  nobody is left who has the round that was committed last
 
 A round gathers until all slots that are awaited are ready, or until it is closed with a quorum of them. Then an attempt
-begins, of exactly those members, who exchange what they have. The round is committed when all of them are done: from
+begins, of exactly those members, who exchange their values. The round is committed when all of them are done: from
 then on each has the same mean, whatever happens to the others. If one is lost before, another attempt begins without
-it, of what the others still have. Whoever missed a round takes the agreed state from a donor, who must have the latest
-round; so a newcomer is never a donor, and nothing is averaged that is of another history.
+it, with the values of the others. A replica that has missed a round takes the agreed state from a donor, who must have
+the latest round; so a newcomer is never a donor, and nothing is averaged that is of another history.
 
 A slot is a share of the data. Tokens count when their round is committed, and a slot's next holder continues from
 there: no token of a committed round is counted twice, and what was trained for a round that went on without it, or that
 all have gone back on, is named in `Roll.missed`.
 
-`Member` is what a replica does, as generators that ask for one thing at a time (`Look`, `Say`, `Exchange`, `Fetch`) and
-are sent the answer. Whoever drives one gives it a wire: sockets and a store, or a simulation in which a schedule of
-faults can be repeated.
+`Member` is one replica's part, as generators that yield one request at a time (`Look`, `Say`, `Exchange`, `Fetch`) and
+are sent the answer. A driver carries the requests out, over sockets and a store, or in a simulation in which a schedule
+of faults can be repeated.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ from lowcomm.settings import ConfigError
 
 @dataclass(frozen=True)
 class Join:
-    """A replica takes a slot, or is back in it. `version`: the id of the round that its parameters are of, or 0."""
+    """The entry by which a replica takes a slot, or is back in it.
+
+    version: the id of the round that its parameters are of; 0 for those that all begin with.
+    """
 
     who: str
     slot: int
@@ -48,7 +51,7 @@ class Join:
 
 @dataclass(frozen=True)
 class Ready:
-    """A replica has trained so many tokens for a round."""
+    """The entry that says that a replica is ready for a round, having trained on so many tokens for it."""
 
     who: str
     round: int
@@ -57,7 +60,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class Close:
-    """An attempt is to begin without those that are not ready."""
+    """The entry by which an attempt begins without the replicas that are not ready, if a quorum is."""
 
     round: int
     attempt: int
@@ -65,7 +68,7 @@ class Close:
 
 @dataclass(frozen=True)
 class Done:
-    """A member of an attempt has taken what all others have sent."""
+    """The entry that says that a member of an attempt has taken what all other members have sent."""
 
     who: str
     round: int
@@ -74,7 +77,10 @@ class Done:
 
 @dataclass(frozen=True)
 class Lost:
-    """A member of an attempt, or a donor, does not answer; `by` whom it was noticed."""
+    """The entry that says that a member of an attempt, or a donor, does not answer, or that a replica leaves.
+
+    by: the replica that has noticed it; `who` itself where it leaves.
+    """
 
     who: str
     round: int
@@ -84,20 +90,21 @@ class Lost:
 
 @dataclass(frozen=True)
 class Rollback:
-    """Nobody has the latest round: go back to the one of id `to`."""
+    """The entry by which all go back to the round of id `to`, as nobody has the latest one."""
 
     round: int
     to: int
 
 
+#: What the log consists of. `who` is a replica's name, `round` a round's number, from 0, `attempt` as in `Roll`.
 Entry = Join | Ready | Close | Done | Lost | Rollback
 
 
 @dataclass(frozen=True)
 class Round:
-    """A committed round: who took part in which slots, and the tokens of each, in the order of `members`.
+    """A committed round: its members, with the slot and the trained tokens of each in the order of `members`.
 
-    id: the length of the log when it was committed, which no other round has.
+    id: the length of the log when it was committed, which no other round has. attempt: the one that succeeded.
     """
 
     id: int
@@ -108,22 +115,23 @@ class Round:
 
     @classmethod
     def of(cls, found: Mapping[str, Any]) -> Round:
-        """Return the round of which JSON has kept these fields."""
+        """Return the round with these fields, in which JSON has made lists of the tuples."""
         return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in found.items()})
 
 
 class Roll:
-    """The state that the log's entries so far add up to, which is the same for all who have read as far.
+    """The state that the log's entries so far add up to, which is the same for all who have read equally far.
 
     Args:
-        slots: how many there are; a first round waits for all.
-        quorum: how many members a round needs at least.
-        end: how many rounds there will be; None where that is not known. After the last nothing is gone back on.
+        slots: the number of slots; the first round waits for all of them.
+        quorum: the least number of members that a round needs.
+        end: the number of rounds of the run; None where it is not known. After the last there is no rollback.
 
-    Attributes: `length` of the log so far; `holder` of each slot; `awaited`, the slots that a round waits for;
-    `version` of each replica; `rounds` that are committed; `ready`, the tokens of those who are ready for the round
-    under way; `members` of the attempt under way, none while it gathers; `attempt`, how often the round has begun or
-    lost a member; `missed`, (who, round, tokens) of what counts nowhere.
+    Attributes: `length` of the log so far; `holder` of each slot, and `slot` of each replica; `awaited`, the slots that
+    a round waits for; `version` of each replica; `rounds` that are committed; `ready`, the tokens of the replicas that
+    are ready for the round under way; `members` of the attempt under way, none while the round gathers, and `done`,
+    those of them who have taken all values; `attempt`, how often the round has begun or lost a member; `missed`, rows
+    (who, round, tokens) of tokens that count in no round.
     """
 
     def __init__(self, slots: int, quorum: int, end: int | None = None):
@@ -143,7 +151,7 @@ class Roll:
 
     @property
     def key(self) -> tuple[int, int]:
-        """The number of the round under way, and of its attempt."""
+        """The number of the round under way, from 0, and that of its attempt."""
         return len(self.rounds), self.attempt
 
     @property
@@ -157,12 +165,12 @@ class Roll:
         return len(self.rounds) == self.end
 
     def rounds_of(self, version: int) -> int:
-        """How many rounds parameters of a version contain; -1 where they are of another history."""
+        """Return how many committed rounds the parameters of a version contain; -1 for those of another history."""
         ids = [0, *(r.id for r in self.rounds)]
         return ids.index(version) if version in ids else -1
 
     def tokens(self, slot: int) -> int:
-        """The tokens of a slot that are counted: where its holder continues."""
+        """Return how many tokens of a slot are counted in committed rounds, which is where its holder continues."""
         return sum(t for r in self.rounds for s, t in zip(r.slots, r.tokens, strict=True) if s == slot)
 
     def holds(self, who: str) -> bool:
@@ -174,11 +182,15 @@ class Roll:
         return sorted(who for slot, who in self.holder.items() if slot in self.awaited)
 
     def donors(self) -> list[str]:
-        """Return the replicas that are present and have the latest round, of whom the agreed state can be had."""
+        """Return the replicas that are present and have the latest round, from which the agreed state can be taken."""
         return [who for who in self.present() if self.version[who] == self.latest]
 
     def take(self, entry: Entry) -> None:
-        """Fold the log's next entry. One that does not fit what is under way, or comes too late, changes nothing."""
+        """Fold the log's next entry into this state.
+
+        One that does not fit what is under way, or comes too late, changes nothing but `length`; the tokens of such a
+        `Ready` are noted in `missed`.
+        """
         self.length += 1
         getattr(self, f"_take_{type(entry).__name__.lower()}")(entry)
 
@@ -201,7 +213,7 @@ class Roll:
             self.missed.append((entry.who, entry.round, entry.tokens))
 
     def _counts(self, entry: Ready) -> bool:
-        """Tell whether this repeats what was counted already: said again, as the store seemed not to answer."""
+        """Tell whether an entry repeats one that was counted, as a replica does when the store seemed not to answer."""
         if entry.round == len(self.rounds):
             return entry.who in self.ready
         return entry.round < len(self.rounds) and entry.who in self.rounds[entry.round].members
@@ -245,7 +257,7 @@ class Roll:
         self._settled = len(self.missed)
 
     def _drop(self, who: str) -> None:
-        """Somebody is awaited no more; an attempt that it is a member of is over, and another begins without it."""
+        """Wait for a replica no more; an attempt that it is a member of is over, and another begins without it."""
         self.awaited.discard(self.slot[who])
         if who in self.ready:
             self.missed.append((who, len(self.rounds), self.ready.pop(who)))
@@ -263,22 +275,22 @@ class Roll:
 
 @dataclass(frozen=True)
 class Look:
-    """Ask the driver to read on in the log, after a moment. Answer: whether the log could be reached."""
+    """A request to read on in the log, after a moment. The answer is whether the log could be reached."""
 
 
 @dataclass(frozen=True)
 class Say:
-    """Ask the driver to append an entry to the log, and to read as far. Answer: as of `Look`."""
+    """A request to append an entry to the log and to read on to it. The answer is as of `Look`."""
 
     entry: Entry
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """Ask the driver to give what this replica has ready to all members, and to take theirs.
+    """A request to send this replica's values to all members of an attempt, and to take theirs.
 
-    Answer: who does not answer, "" where all do. The driver gives up when there is no sign of somebody for
-    `Rules.silence_s`, and as soon as `Roll.key` is not this one any more.
+    The answer is the name of a member that does not answer, "" where all do. The driver gives up when there is no sign
+    of a member for `Rules.silence_s`, and as soon as `Roll.key` is not `key` any more.
     """
 
     key: tuple[int, int]
@@ -287,9 +299,10 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Fetch:
-    """Ask the driver to take the agreed state from a donor.
+    """A request to take the agreed state from a donor.
 
-    Answer: its version; `NO_ANSWER` where the donor was asked and does not answer, None where it cannot even be asked.
+    The answer is the state's version; `NO_ANSWER` where the donor was asked and does not answer, None where it could
+    not even be asked.
     """
 
     donor: str
@@ -303,12 +316,14 @@ Request = Look | Say | Exchange | Fetch
 
 @dataclass(frozen=True)
 class Rules:
-    """How long a replica waits, in seconds.
+    """For how long a replica waits, in seconds.
 
-    grace_s: for the others, once a quorum is ready. silence_s: in an exchange, for any sign of a member: bytes, or the
-    word that it is alive, which each gives all others several times in that while. timeout_s: for a donor's answer, and
-    for an exchange in which nothing moves. alone_s: for the log to answer, for a quorum to come together, or for an
-    exchange with others to succeed, before it gives up.
+    grace_s: for the other replicas, once a quorum is ready. silence_s: in an exchange, for any sign of a member: bytes,
+    or the word that it is alive, which each member gives all others several times in that while. timeout_s: for a
+    donor's answer, and for an exchange in which nothing moves. alone_s: for the log to answer, for a quorum to come
+    together, or for an exchange with others to succeed, before the replica gives up.
+
+    Raises ConfigError for one that is not above 0 and finite.
     """
 
     timeout_s: float = 30.0
@@ -323,15 +338,15 @@ class Rules:
 
 
 class Member:
-    """What one replica says and waits for.
+    """One replica's part in the agreement, as generators that yield requests (`Request`) and are sent their answers.
 
     Args:
-        who: its name, which no other replica has, nor had an earlier start of it.
-        slot: the share of the data that it takes.
-        roll: what it knows of the log; whoever drives it folds what is read into this.
-        now: its clock, in seconds.
-        rules: how long it waits.
-        heard: when by that clock there was the last sign of a replica.
+        who: the replica's name, which no other replica has, nor had an earlier start of it.
+        slot: the share of the data that it takes, from 0.
+        roll: the state of the log as far as it was read; the driver folds what it reads into this.
+        now: returns the time by the replica's clock, in seconds.
+        rules: for how long the replica waits.
+        heard: returns when, by that clock, there was the last sign of a replica; by default there never was one.
 
     Attributes: `version`, the id of the round that its parameters are of.
     """
@@ -351,19 +366,19 @@ class Member:
         self._in_vain: dict[str, float] = {}
 
     def join(self, version: int) -> Generator[Request, Any, None]:
-        """Take the slot, with parameters of a version: 0 for those that all begin with, else of a checkpoint's."""
+        """Take the slot, with parameters of a version: 0 for those that all begin with, else a checkpoint's."""
         self.version = version
         yield from self._say(Join(self.who, self.slot, version))
 
     def catch_up(self) -> Generator[Request, Any, bool]:
-        """Come to the latest round: take the agreed state from donors until this replica has it.
+        """Take the agreed state from donors until this replica has the latest round.
 
-        Where there has been no donor for three time-outs, this replica asks all to go back to the latest round that
-        somebody has (`Rollback`). Returns True when it has the latest round and is awaited; False where its slot has
-        another holder, and where the run is over and nobody is left who has its end. Raises CommError where it is this
-        replica that reaches nobody, or that no answer reaches: all of several donors have been asked in vain, or a
-        single one has, was called lost for that, and has spoken in the log since; one that could not even be asked is
-        tried for a time-out then.
+        Where there has been no donor for three times `Rules.timeout_s`, this replica makes all go back to the latest
+        round that somebody has (`Rollback`). Returns True when it has the latest round and is awaited; False where its
+        slot has another holder, and where the run is over and nobody is left who has its end. Raises CommError where it
+        is this replica that reaches nobody, or that no answer reaches: all of several donors have been asked in vain,
+        or a single one has, was called lost for that, and has spoken in the log since; one that could not even be asked
+        is then tried for `Rules.timeout_s`.
         """
         roll, alone_since = self.roll, None
         deaf: set[str] = set()
@@ -430,11 +445,12 @@ class Member:
             yield from self._say(Rollback(len(roll.rounds), roll.rounds[most - 1].id))
 
     def meet(self, tokens: int) -> Generator[Request, Any, Round | None]:
-        """Take part in the round under way with what was trained on so many tokens.
+        """Take part in the round under way with values that were trained on so many tokens.
 
         Returns the round as it was committed, whose mean is to be applied; None where it went on without this replica,
-        which then has to `catch_up`. Raises CommError where it is this replica that does not reach the others: whom it
-        has called lost comes back and gives it no answer, and there was no round with others for `Rules.alone_s`.
+        which then has to `catch_up`. Raises CommError where it is this replica that does not reach the others: one that
+        it has called lost comes back and again gives it no answer, and there was no round with others for
+        `Rules.alone_s`.
         """
         roll, number, me = self.roll, len(self.roll.rounds), self.who
         yield from self._say(Ready(me, number, tokens))

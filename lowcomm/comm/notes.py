@@ -1,13 +1,14 @@
 """Notes in a store that all ranks reach: short texts by name, which do not travel with payloads.
 
 A store (torchrun's, say) is on one machine, which may be frozen or its link cut; a store's own time-outs do not hold
-then. So a thread asks it, and whoever waits for the answer goes on without one after a while.
+then. So a thread makes the calls, and whoever waits for an answer goes on without one after a while.
 """
 
 from __future__ import annotations
 
 import atexit
 import json
+import math
 import queue
 import threading
 import time
@@ -19,7 +20,7 @@ from typing import Protocol
 
 
 class KeyValueStore(Protocol):
-    """What `torch.distributed.Store` has of what is needed here."""
+    """The methods of `torch.distributed.Store` that `Notes` needs."""
 
     def set(self, key: str, value: str) -> None: ...
 
@@ -34,12 +35,16 @@ _Call = Callable[[KeyValueStore], str | None]
 _Asked = tuple[Future[str | None], _Call]
 
 
+#: Seconds after which one that makes a connection is given up for another. It may look up the name of an address first,
+#: which takes a while where nobody answers that.
+_MADE_WITHIN_S = 30.0
+
 _open: weakref.WeakSet[Notes] = weakref.WeakSet()
 
 
 @atexit.register
 def _close_all() -> None:
-    """Close all notes: a thread that comes back from a store's code while the interpreter ends would abort it."""
+    """Close all Notes: a thread that comes back from a store's code while the interpreter ends would abort it."""
     there = list(_open)
     for notes in there:
         notes.close(wait=False)
@@ -48,16 +53,16 @@ def _close_all() -> None:
 
 
 class Notes:
-    """Notes in a store.
+    """Short texts by name in a store, written and read without waiting long for a store that does not answer.
 
     Args:
-        store: with a connection of its own, as notes are read while other calls block.
-        within_s: how long an answer is waited for, in seconds.
-        port: of the store, for whoever is to tell others of it.
-        here: this machine's address on the network by which it reaches the store.
-        connect: makes another connection to the same store. Where it is given, one that does not answer is left to
-            itself: after a link was down, TCP waits about as long again before it tries an old one. A store that was
-            started anew in the place of the first, and knows nothing of what was, counts as none that answers.
+        store: the store, over a connection that nothing else uses, as notes are read while other calls block.
+        within_s: for how many seconds an answer is waited for.
+        port: the store's port, 0 where it is unknown; kept for callers who tell others of it.
+        here: this machine's address on the network by which it reaches the store; kept for callers too.
+        connect: makes another connection to the same store. Where it is given, a connection that does not answer is
+            left to itself: after a link was down, TCP waits about as long again before it tries an old one. A store
+            that was started anew in the place of the first, without its notes, counts as one that does not answer.
     """
 
     def __init__(
@@ -72,6 +77,7 @@ class Notes:
         self._within_s, self.port, self.here, self._connect = within_s, port, here, connect
         self._late: Future[str | None] | None = None  # what has not been answered in time
         self._store_is: str | None = None
+        self._made: tuple[object, float, float] = (None, 0.0, 0.0)  # whose connection was made last, from when to when
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._is_closed, self._until = False, 0.0
@@ -79,14 +85,17 @@ class Notes:
         _open.add(self)
 
     def _begin(self, connect: Callable[[], KeyValueStore]) -> None:
-        """Let a thread carry out what is asked from now on, over a connection of its own."""
+        """Start the thread that makes all calls from now on, over the connection that `connect` returns."""
         self._asked: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
         thread = threading.Thread(target=self._answer, args=(connect, self._asked), name="notes", daemon=True)
         self._threads = [*filter(threading.Thread.is_alive, self._threads), thread]
         thread.start()
 
     def close(self, *, wait: bool = True) -> None:
-        """Ask nothing any more, and wait for what is being asked, but hardly longer than for an answer."""
+        """Make no more calls to the store, and wait for those under way, at most a second longer than for an answer.
+
+        wait: False to return at once. From now on no note is written, and none has an answer.
+        """
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True
@@ -105,14 +114,18 @@ class Notes:
                 continue
             try:
                 if store is None:
-                    store = self._known(connect())
+                    begin = time.monotonic()
+                    self._made = (asked, begin, math.inf)
+                    made = connect()
+                    self._made = (asked, begin, time.monotonic())
+                    store = self._known(made)
                 future.set_result(call(store))
             except RuntimeError:  # the store's own process is gone, or cannot be reached
                 store, connect = None, self._connect or connect
                 future.set_result(None)
 
     def _known(self, store: KeyValueStore) -> KeyValueStore:
-        """Return the store, if it is the one there was before. Raises RuntimeError where another has its address."""
+        """Return `store` if it is the store of the first call. Raises RuntimeError where another has its address."""
         if self._connect is not None:
             there = store.compare_set("lowcomm/store", "", uuid.uuid4().hex).decode()
             self._store_is = self._store_is or there
@@ -121,8 +134,9 @@ class Notes:
         return store
 
     def _ask(self, call: _Call) -> str | None:
-        """Return what the call returns, or None if that takes too long; then it may still be carried out later."""
+        """Return what `call` returns for the store; None if that takes too long, and it may then still happen later."""
         future: Future[str | None] = Future()
+        now = time.monotonic()
         with self._lock:
             if self._is_closed:
                 return None
@@ -134,6 +148,9 @@ class Notes:
             if self._connect is None:
                 self._late = future
                 return None
+            whose, begin, end = self._made
+            if whose is asked and end > now and time.monotonic() < begin + _MADE_WITHIN_S:
+                return None  # it is the connection that took so long, not the store
             with self._lock:
                 if self._asked is asked and not self._is_closed:
                     asked.put(None)
@@ -144,21 +161,27 @@ class Notes:
         return self._late is not None and not self._late.done()
 
     def write(self, key: str, value: str) -> None:
-        """Leave a note."""
+        """Write a note; where the store does not answer in time, it may be written later, or never."""
         self._ask(lambda store: store.set(f"lowcomm/{key}", value))
 
     def write_once(self, key: str, value: str) -> str | None:
-        """Leave a note where there is none yet, and return the one that is there now; None where nobody answers."""
+        """Write a note if there is none yet, and return the one that is there now.
+
+        Return None where the store does not answer; the note may then still be written later.
+        """
         if self._is_waiting():
             return None
         return self._ask(lambda store: store.compare_set(f"lowcomm/{key}", "", value).decode())
 
     def read(self, key: str) -> str | None:
-        """A note; None where there is none, or no answer, for which nobody waits twice."""
+        """Return a note; None where there is none, or the store does not answer."""
         return self.look(key) or None
 
     def look_all(self, keys: list[str]) -> list[str] | None:
-        """Return notes if all of them are there; None if one is not, nobody answers, or the store gives one only."""
+        """Return all notes of `keys`, in that order.
+
+        Return None where one of them is missing, the store does not answer, or it cannot give several at once.
+        """
         names = [f"lowcomm/{key}" for key in keys]
 
         def call(store: KeyValueStore) -> str | None:
@@ -170,7 +193,10 @@ class Notes:
         return None if found is None else json.loads(found)
 
     def look(self, key: str) -> str | None:
-        """A note; "" where there is none, None where nobody answers."""
+        """Return a note; "" where there is none, None where the store does not answer.
+
+        Without `connect`, return None at once while an earlier call is still unanswered.
+        """
         if self._is_waiting():
             return None
         name = f"lowcomm/{key}"

@@ -1,4 +1,4 @@
-"""Ranks as processes under torchrun. The only module that talks through torch.distributed."""
+"""Ranks as processes under torchrun. No other module sends tensors through torch.distributed itself."""
 
 from __future__ import annotations
 
@@ -42,15 +42,16 @@ _LOOK_S = 0.01
 
 
 def elastic_store(address: str, *, hosts: bool = False, timeout_s: float = 30.0) -> Notes:
-    """The store through which elastic replicas agree on who takes part (`lowcomm.ElasticUpdates`).
+    """Return the store through which elastic replicas agree on who takes part (`lowcomm.ElasticUpdates`).
 
     Args:
         address: "host:port" of the store, on a machine that stays (`lowcomm store PORT` there keeps one).
-        hosts: keep the store in this process, with which it ends; port 0 is any that is free.
+        hosts: whether this process keeps the store, which then ends with it; port 0 then is any that is free.
         timeout_s: how long a connection to the store may take to be made, in seconds. An answer is waited for as long,
             but for no more than five seconds.
 
-    Raises ConfigError for what is no address, or no port that is free to keep one, and CommError where there is none.
+    Raises ConfigError where `address` is not of that form or the store cannot be kept on its port, and CommError where
+    no store answers there.
     """
     host, colon, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")  # of an IPv6 address
@@ -83,7 +84,7 @@ def elastic_store(address: str, *, hosts: bool = False, timeout_s: float = 30.0)
 
 
 def _address_towards(host: str, port: int) -> str:
-    """This machine's address on the network by which it reaches another. (Nothing is sent.)"""
+    """Return this machine's address on the network by which it reaches another. (Nothing is sent.)"""
     family, kind, _, _, there = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(there)
@@ -110,7 +111,7 @@ def _address_for_others(host: str, port: int) -> str:
 
 
 def _interface_towards(host: str, port: int) -> str:
-    """The name of the interface that has this machine's address towards another; "" where it cannot be found out."""
+    """Return the name of the interface that has this machine's address towards another; "" where it is not found."""
     ask, address = 0x8915, _address_for_others(host, port)  # SIOCGIFADDR, as Linux has it
     if _is_loopback(address):
         return ""
@@ -124,11 +125,12 @@ def _interface_towards(host: str, port: int) -> str:
 
 
 def _of_this_start(store: dist.Store, rank: int, size: int, timeout_s: float) -> dist.Store:
-    """The part of a store that is of this start of all ranks, who find each other in it.
+    """Return the part of a store that belongs to this start of all ranks, in which they find each other.
 
-    torchrun keeps its store for as long as it lives, and starts ranks again when one has failed; the addresses that an
-    earlier start has left there are nobody's. So each rank leaves a name that is its start's alone, the first calls the
-    names that it finds, and when all have answered to one call, the store's part is the first one's.
+    torchrun keeps its store for as long as it runs, and starts ranks again when one has failed; the addresses that an
+    earlier start has left there are nobody's. So each rank writes a name that no other start has, the first calls the
+    names that it finds, and when all have answered to one call, they use the part that has the first rank's name.
+    Raises CommError where that takes longer than `timeout_s`.
     """
     me, until = uuid.uuid4().hex, time.monotonic() + timeout_s
 
@@ -181,10 +183,10 @@ def _own_gpu() -> str:
 
 
 def _all_have_gpus(store: dist.Store, started_as: int, size: int, *, needed: bool) -> bool:
-    """Tell whether each rank has a GPU of its own, as NCCL wants; the same on every rank.
+    """Tell whether each rank has a GPU of its own, as NCCL needs; the result is the same on every rank.
 
     Ranks tell each other which GPU they would use: how many a process sees does not say, as some launchers show each
-    process its own alone. Raises CommError on every rank where it is `needed` and not so.
+    process its own alone. Raises CommError on every rank where that is `needed` and not so.
     """
     store.set(f"gpu/{started_as}", _own_gpu())
     names = [name.decode() for name in store.multi_get([f"gpu/{i}" for i in range(size)])]
@@ -206,20 +208,30 @@ def _bytes_of(x: Tensor) -> Tensor:
 
 
 def _tag(channel: int, payload: Tensor, bare: bool) -> int:
-    """A payload's tag says its shape: gloo ends the process when a payload is longer than its buffer, so ranks
-    that disagree must miss each other's payloads and meet in the headers, whose tag is the channel alone. A bare one,
-    which may be expected while others are on their way, has a tag of its own."""
+    """Return the tag of a payload, which depends on its channel, dtype and shape.
+
+    gloo ends the process when a payload is longer than its buffer, so ranks that disagree must miss each other's
+    payloads and meet in the headers, whose tag is the channel alone. A bare payload, which may be expected while others
+    are on their way, has a tag of its own.
+    """
     return 1 << 30 | zlib.crc32(f"{channel} {payload.dtype} {tuple(payload.shape)} {bare}".encode()) >> 2
 
 
 class ProcessTransport:
-    """Ranks as processes under torchrun: gloo on the CPU, NCCL between GPUs.
+    """The transport of ranks that are processes under torchrun: gloo on the CPU, NCCL between GPUs.
 
-    With gloo a tensor on a GPU is staged through the CPU, so several ranks may share one GPU. So are messages and what
-    groups do, with NCCL too: it carries out what a rank asks of it in one order, and theirs differs from rank to rank.
+    With gloo a tensor on a GPU is staged through the CPU, so several ranks may share one GPU. With NCCL too, the
+    messages between two ranks and the verbs of groups go through the CPU: NCCL carries out the calls of a rank in one
+    order, and the order of these differs from rank to rank.
 
     torchrun numbers the processes of a machine one after the other. With `stages` these are the stages of one replica,
-    and then those of the next, as activations cross between stages at each step: what is slow lies between replicas.
+    and then those of the next, as activations cross between stages at each step: slow links lie between replicas.
+
+    Attributes: `uses_nccl`, whether NCCL is used, the same on every rank; `timeout`, for which a peer is waited for.
+
+    Raises CommError where this process is not under torchrun or has a process group already, where the ranks do not
+    find each other in `timeout_s` seconds, and where `backend` is "nccl" and not each rank has a GPU of its own;
+    ConfigError where ranks were started with unlike numbers of stages.
     """
 
     in_one_process = False
@@ -352,14 +364,17 @@ class ProcessTransport:
     def _place(
         self, channel: int, src: int, buffer: Tensor, bare: bool, nccl: bool
     ) -> tuple[dist.Work, Tensor] | tuple[()]:
-        """Begin to take a payload, into the CPU's memory; () where nothing comes this way."""
+        """Begin to receive a payload into the CPU's memory.
+
+        Return the work to wait for and the tensor that it fills; () for an empty payload and for one that NCCL carries.
+        """
         if not buffer.numel() or (nccl and buffer.is_cuda):
             return ()
         wire = torch.empty_like(buffer, device="cpu") if buffer.is_cuda else buffer
         return self._expect(src, _bytes_of(wire), _tag(channel, buffer, bare)), wire
 
     def _reap(self) -> None:
-        """Let go of what was sent as soon as it is taken."""
+        """Wait, on a thread, for each buffered send, so that its tensor is freed as soon as it is taken."""
         while (send := self._posted.get()) is not None:
             try:
                 self._wait(send[0], f"sending to rank {send[2]}")
@@ -368,7 +383,11 @@ class ProcessTransport:
             del send
 
     def _take_pieces(self, channel: int, sources: list[int], like: Tensor) -> Iterator[tuple[int, int, list[Tensor]]]:
-        """Expect payloads shaped as `like`: their pieces, as they come."""
+        """Begin to receive payloads shaped as `like`, one per source, in pieces.
+
+        Return an iterator over (begin, end, the values [begin, end) of each payload), which waits for each piece; the
+        values hold until the next step of the iterator.
+        """
         key = channel, len(sources)
         if key not in self._pieces:
             self._pieces[key] = torch.empty(PIECES_AHEAD, len(sources), PIECE_BYTES, dtype=torch.uint8)
@@ -403,14 +422,17 @@ class ProcessTransport:
             self._wait(work, "swapping between GPUs")
 
     def all_reduce(self, x: Tensor, group: dist.ProcessGroup) -> None:
-        """The backend's own sum, in its own order."""
+        """Replace `x` by its sum over a group, by the backend's own reduction and in its order.
+
+        Raises CommError where that fails.
+        """
         staged = x if self.uses_nccl or not x.is_cuda else x.cpu()
         self._wait(dist.all_reduce(staged, group=group, async_op=True), "native reduction")
         if staged is not x:
             x.copy_(staged)
 
     def group(self, ranks: list[int]) -> dist.ProcessGroup:
-        """A process group; every rank must ask for the same ones in the same order."""
+        """Return a new process group of `ranks`; every rank must make the same groups in the same order."""
         return dist.new_group(ranks, timeout=self.timeout)
 
     def note(self, key: str, value: str) -> None:

@@ -1,4 +1,4 @@
-"""Who has which share of a mean, and how many bytes that takes: closed forms with which verbs and ledger agree."""
+"""Which rank reduces which share of a mean, and how many bytes that sends: the closed forms of what the verbs do."""
 
 from __future__ import annotations
 
@@ -9,15 +9,19 @@ from typing import Any, Protocol
 
 
 def shares(numel: int, ranks: int) -> list[tuple[int, int]]:
-    """[begin, end) of each rank's share of `numel` values; contiguous, sizes differ by at most one."""
+    """Return the bounds [begin, end) of each rank's share of `numel` values.
+
+    Shares are contiguous and in rank order, and their sizes differ by at most one.
+    """
     bounds = [numel * r // ranks for r in range(ranks + 1)]
     return list(pairwise(bounds))
 
 
 def mean_bytes(numel: int, itemsize: int, ranks: int, rank: int = 0) -> int:
-    """Bytes that `rank` sends in one mean of `numel` values: every other share, then its own to all.
+    """Return the bytes that `rank` sends in one mean of `numel` values of `itemsize` bytes.
 
-    numel + (ranks - 2) * share values, so 2 (G-1)/G of the payload when G divides it: the bytes of a ring.
+    It sends every other rank its share, then its own reduced share to all: numel + (ranks - 2) * share values. That is
+    2 (G-1)/G of the payload where the number of ranks G divides it: the bytes of a ring.
     """
     if ranks == 1:
         return 0
@@ -26,7 +30,7 @@ def mean_bytes(numel: int, itemsize: int, ranks: int, rank: int = 0) -> int:
 
 
 class Encoding(Protocol):
-    """The part of a codec (`codecs.Codec`) that tells its sizes."""
+    """The part of a codec that states its sizes; `block` and `nbytes` are as in `codecs.Codec`."""
 
     block: int
 
@@ -34,11 +38,11 @@ class Encoding(Protocol):
 
 
 def block_shares(numel: int, block: int, ranks: int) -> list[tuple[int, int]]:
-    """[begin, end) of each rank's share, in whole blocks but for the end."""
+    """Return the bounds [begin, end) of each rank's share of `numel` values, cut at multiples of `block`."""
     return [(begin * block, min(end * block, numel)) for begin, end in shares(-(-numel // block), ranks)]
 
 
-#: A part of what is averaged: how many values, and which members have something to say about them.
+#: A run of the values that are averaged: how many there are, and which members own them, over whom their mean is.
 Section = tuple[int, Sequence[int]]
 
 
@@ -58,18 +62,18 @@ def encoded_mean_in_shares(numel: int, codec: Encoding, ranks: int, owners: int 
 
 @functools.lru_cache(maxsize=1024)  # each of many members asks
 def _encoded_shares(numel: int, codec: Encoding, owners: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return of each owner's share the number of values, and the bytes that they take encoded."""
+    """Return the number of values in each owner's share, and the number of bytes that each takes when encoded."""
     sizes = tuple(end - begin for begin, end in block_shares(numel, codec.block, owners))
     return sizes, tuple(codec.nbytes(size) for size in sizes)
 
 
 def encoded_mean_bytes(numel: int, codec: Encoding, ranks: int, rank: int = 0) -> int:
-    """Bytes that `rank` sends in one mean of `numel` encoded values."""
+    """Return the bytes that `rank` sends in one mean of `numel` encoded values, which all ranks own."""
     return owned_mean_bytes([(numel, range(ranks))], codec, ranks, rank)
 
 
 def owned_mean_bytes(sections: Sequence[Section], codec: Encoding, ranks: int, rank: int = 0) -> int:
-    """Bytes that `rank` sends in one mean of encoded values, of each section over its owners.
+    """Return the bytes that `rank` sends in one mean of encoded values, each section's over its owners.
 
     Of n fp32 values in N sections of G/N owners each, (1 + 1/N - 2/G) 4 n; with zeros for what a rank does not own, in
     an ordinary mean, (2 - 2/G) 4 n.
@@ -90,7 +94,10 @@ def owned_mean_bytes(sections: Sequence[Section], codec: Encoding, ranks: int, r
 
 
 def ring_seconds(payload_bytes: float, ranks: int, bits_per_second: Any, latency_s: float = 0.0) -> Any:
-    """Seconds of a mean over a link: 2 (G-1)/G * 8 S / B, and two latencies (one a phase). B may be an array."""
+    """Return the seconds that a mean of S bytes over G ranks takes on a link of B bits per second.
+
+    That is 2 (G-1)/G * 8 S / B, and two latencies, one per phase; 0 for one rank. B may be an array.
+    """
     if ranks == 1:
         return 0.0
     return 2 * (ranks - 1) / ranks * 8 * payload_bytes / bits_per_second + 2 * latency_s

@@ -1,10 +1,10 @@
-"""The stages of a replica that comes and goes as a whole: the first leads, the others do as it says.
+"""The stages of a replica that comes and goes as a whole: the first leads, and the others carry out its orders.
 
 A replica that is a pipeline has one place in `membership`, held by its first stage: that stage reads and writes the log
 and decides. Each stage has parameters of its own, which it exchanges with the same stage of the other replicas. So
-whatever the first is asked to do over the wire is an order to the other stages too, and counts as done when all have
-done it. Orders go from each stage's socket to the next's, one after the other; a stage that does not answer ends the
-replica, as nothing can be had of a pipeline that lacks a part.
+whatever the first does over the wire is an order to the other stages too, and counts as done when all have done it.
+The first stage sends orders to the others one after the other; a stage that does not answer ends the replica, as a
+pipeline that lacks a part is of no use.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lowcomm.comm.transport import CommError
 
 
 class Wire(Protocol):
-    """Carries messages between stages by their names, as `lowcomm.comm.elastic.Messenger` does."""
+    """A carrier of messages between stages, addressed by name: the part of `lowcomm.comm.elastic.Messenger` used."""
 
     def send(self, to: str, kind: str, key: tuple[int, ...], payload: bytes) -> None: ...
 
@@ -27,14 +27,14 @@ class Wire(Protocol):
 
 
 class Stages:
-    """One stage among those of a replica.
+    """One stage of a replica among all of its stages: the first gives orders, the others follow.
 
     Args:
-        wire: carries orders and answers.
-        names: of all stages on the wire, in order.
-        stage: this one.
-        within_s: how long an order or an answer may take, in seconds.
-        go_on: asked now and then while one is waited for; False where this stage has left.
+        wire: carries the orders and the answers.
+        names: the names of all stages on the wire, in order.
+        stage: the index of this one, from 0.
+        within_s: for how many seconds there may be no sign of a stage whose order or answer is awaited.
+        go_on: called now and then during such a wait, which ends with CommError where it returns False.
     """
 
     def __init__(self, wire: Wire, names: Sequence[str], stage: int, *, within_s: float, go_on: Callable[[], bool]):
@@ -44,31 +44,38 @@ class Stages:
 
     @property
     def leads(self) -> bool:
-        """Tell whether this is the stage that decides."""
+        """Tell whether this is the first stage, which gives the orders."""
         return self.stage == 0
 
     def order(self, what: str, **told: Any) -> None:
-        """Give an order, with values that JSON can hold, to all other stages. Raises CommError where one takes none."""
+        """Give all other stages the order `what`, with arguments that JSON can hold.
+
+        Raises CommError where a stage does not take it.
+        """
         self._count += 1
         for name in self._names[1:]:
             self._wire.send(name, "order", (self._count,), json.dumps([what, told]).encode())
 
     def answers(self) -> list[Any]:
-        """Return what the other stages answer to the order given last. Raises CommError where one does not."""
+        """Wait for the other stages' answers to the last order and return them in the stages' order.
+
+        Raises CommError where a stage does not answer.
+        """
         return [json.loads(self._wire.take(name, "answer", (self._count,), **self._wait)) for name in self._names[1:]]
 
     def end(self, value: Any) -> None:
-        """Say what has come of it: that is what the other stages return from `follow`."""
+        """End the orders with a result that JSON can hold, which the other stages return from `follow`."""
         self.order("end", value=value)
 
     def fail(self, why: str) -> None:
-        """Say that nothing comes of it: `follow` raises CommError with the reason."""
+        """End the orders with a failure: the other stages' `follow` raises CommError with the reason."""
         self.order("fail", why=why)
 
     def follow(self, does: Mapping[str, Callable[..., Any]]) -> Any:
-        """Carry out orders, each by the function of its name, until the first stage says what has come of it.
+        """Carry out the first stage's orders until it ends them, and return the result that it gives.
 
-        Raises CommError where it says that nothing has, or nothing any more.
+        does: functions by the names of the orders, called with the orders' arguments; what they return is the answer.
+        Raises CommError where the first stage says that it has failed, or says nothing any more.
         """
         while True:
             self._count += 1

@@ -1,4 +1,4 @@
-"""Starting ranks: threads of this process, the processes of a torchrun, or this process alone."""
+"""Starting ranks: as threads of this process, as the processes of a torchrun, or as this process alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from lowcomm.settings import ConfigError, whole_number
 
 
 def default_device() -> torch.device:
-    """The CPU where there is no GPU; else one, shared where ranks outnumber GPUs."""
+    """Return the CPU where there is no GPU; else the GPU that LOCAL_RANK (0 where unset) gives, modulo their number.
+
+    So ranks share GPUs where they outnumber them.
+    """
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
@@ -33,7 +36,7 @@ def _check_grid(replicas: int, stages: int) -> None:
 def run_threads(
     work: Callable[[World], Any], *, replicas: int, stages: int = 1, comm: CommConfig | None = None
 ) -> list[Any]:
-    """Run `work(world)` on replicas x stages ranks, each a thread of this process; results in rank order.
+    """Run `work(world)` on replicas x stages ranks, each a thread of this process; return the results in rank order.
 
     All share one GPU where there is one, and torch's global random generator: where `work` draws from that, as the
     initialisation of a model does, the order of the threads decides which rank gets what. So make the model before, or
@@ -41,6 +44,8 @@ def run_threads(
 
     If a rank fails, the others are woken with its reason, and its own error is raised here. An interrupt asks
     training to stop (it finishes its step and writes a checkpoint); a second one ends all verbs at once.
+
+    Raises ConfigError where `comm` is for processes, and for numbers of replicas or stages below 1.
     """
     comm = comm or CommConfig()
     if comm.backend != "auto":
@@ -105,9 +110,11 @@ def run_threads(
 def world_from_torchrun(
     *, replicas: int, stages: int = 1, comm: CommConfig | None = None, transport: ProcessTransport | None = None
 ) -> World:
-    """The World of this torchrun process: on its own GPU with NCCL, else on the shared GPU or the CPU.
+    """Return the World of this torchrun process: on its own GPU with NCCL, else on a shared GPU or the CPU.
 
-    `transport`: of an earlier World that has left it.
+    It sets the number of computing threads to 1, as under `run_threads`. `transport`: that of an earlier World which
+    has left it; by default a new one. Raises ConfigError where the ranks do not form replicas x stages, and for a link
+    in real time between machines; CommError where the ranks cannot find each other.
     """
     comm = comm or CommConfig()
     shared_clock = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
@@ -123,12 +130,12 @@ def world_from_torchrun(
 
 
 def world(*, replicas: int | None = None, stages: int = 1, comm: CommConfig | None = None) -> World:
-    """The ranks as torchrun has started them, seen from this one; without torchrun, this process alone.
+    """Return the World of the ranks that torchrun has started; without torchrun, of this process alone.
 
     Args:
-        replicas: how many there are; by default all ranks, divided by the stages.
-        stages: of each replica's pipeline.
-        comm: the wire's settings.
+        replicas: the number of replicas; by default the number of ranks divided by that of the stages.
+        stages: the number of stages of each replica's pipeline.
+        comm: the settings of the communication.
 
     Unlike `world_from_torchrun`, it leaves the number of computing threads as it is. Raises ConfigError where the ranks
     do not form replicas x stages, CommError where torchrun's settings are incomplete.

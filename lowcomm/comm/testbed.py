@@ -1,4 +1,4 @@
-"""Machines on one: network namespaces, joined by links that the kernel really shapes.
+"""Several machines on one: network namespaces, joined by links that the kernel really shapes.
 
     with Testbed(2, mbit_per_s=80) as bed:
         ranks = [bed.start(node, [sys.executable, "-m", "lowcomm.train", ...], rank=node) for node in range(2)]
@@ -9,7 +9,8 @@
 
 Each node has one interface, `eth0`, by which it reaches all others through a switch, with a rate up and a rate down
 (token buckets, `tc tbf`), so it is the link model of `wire` made of a kernel's queues. Packets are of 1,500 bytes, none
-is put together or taken apart by offloading, and queues hold `QUEUE_S` of a link's rate; then packets are dropped.
+is put together or taken apart by offloading, and queues hold `QUEUE_S` seconds of a link's rate; then packets are
+dropped.
 
 A latency, and packets that are lost, need `tc netem`. Where the kernel lacks it, nodes' interfaces are TUN devices, and
 a process forwards their packets by the same rules, late or not at all; it takes a fifth of a core at 80 Mbit/s.
@@ -49,9 +50,10 @@ _NETWORK = ipaddress.ip_network("10.77.0.0/24")
 
 
 def missing(*, latency: bool = False, pairs: bool = False) -> str:
-    """Say what this machine lacks for a testbed; return "" where it lacks nothing.
+    """Return, in words, what this machine lacks for a testbed; "" where it lacks nothing.
 
-    latency: for one with a latency, or packets that are lost. pairs: for one where pairs of nodes have their own rates.
+    latency: whether the testbed is to have a latency, or lose packets. pairs: whether pairs of nodes are to have rates
+    of their own.
     """
     if sys.platform != "linux":
         return "network namespaces are Linux's"
@@ -116,7 +118,7 @@ def _inside(namespace: str) -> list[str]:
 
 
 def _bucket(device: str, bits_per_s: float) -> list[str]:
-    """The command that lets a device send at a rate, or as fast as it goes."""
+    """Return the command that makes a device send at a rate; infinity is as fast as it goes."""
     if math.isinf(bits_per_s):
         return ["tc", "qdisc", "replace", "dev", device, "root", "pfifo", "limit", "10000"]
     queue = ["latency", f"{QUEUE_S * 1e3:.0f}ms"]
@@ -129,24 +131,35 @@ def _rate(bits_per_s: float) -> list[str]:
 
 @dataclass(frozen=True)
 class Rates:
-    """The rates of a node's link in Mbit/s: `up`, at which the node sends, and `down`, at which it receives."""
+    """The rates of a node's link in Mbit/s: `up`, at which the node sends, and `down`, at which it receives.
+
+    Raises ConfigError where one of them is not above 0; infinity is as fast as it goes.
+    """
 
     up: float
     down: float
 
+    def __post_init__(self) -> None:
+        for rate in (self.up, self.down):
+            if not rate > 0:
+                raise ConfigError(f"a link of {rate:g} Mbit/s: it must be above 0 (`cut` takes a link down)")
+
 
 class Testbed:
-    """Nodes on shaped links, from `with` to its end.
+    """Nodes on shaped links, a context manager: they are there from `with` to its end.
 
     Args:
-        nodes: how many.
-        mbit_per_s: of all links, both ways; infinity is as fast as it goes.
-        latency_ms: from each node to each other.
-        loss_percent: how many of the packets that a node sends are lost.
+        nodes: the number of nodes, 1 to 200; they are numbered from 0.
+        mbit_per_s: the rate of all links, both ways; infinity is as fast as it goes.
+        latency_ms: the latency from each node to each other.
+        loss_percent: how many per cent of the packets that a node sends are lost, from 0 to below 100.
         congestion: TCP's congestion control (net.ipv4.tcp_congestion_control); by default the one that every kernel has
             and lets be chosen.
 
-    Raises ConfigError where this machine lacks something (`missing`), before anything is made.
+    Attributes: `names` of the nodes' namespaces; `rates` of their links; `nodes`.
+
+    Raises ConfigError for nodes, a rate or a loss out of these bounds, and where this machine lacks something
+    (`missing`), before anything is made. Entering it raises ConfigError for a command that fails.
     """
 
     __test__ = False  # pytest is to take it for no test
@@ -178,7 +191,7 @@ class Testbed:
 
     @staticmethod
     def address(node: int) -> str:
-        """The address of a node."""
+        """Return the IPv4 address of a node."""
         return str(_NETWORK[node + 1])
 
     def __enter__(self) -> Testbed:
@@ -236,16 +249,16 @@ class Testbed:
         return f"port{node}"
 
     def shape(self, node: int, *, up: float | None = None, down: float | None = None) -> None:
-        """Give a node's link other rates, in Mbit/s, from now on."""
+        """Give a node's link other rates, in Mbit/s, from now on; None leaves a rate as it is.
+
+        Raises ConfigError for a rate that is not above 0.
+        """
         told = {name: rate for name, rate in (("up", up), ("down", down)) if rate is not None}
         self.rates[node] = replace(self.rates[node], **told)
         self._shape(node)
 
     def _shape(self, node: int) -> None:
         rates = self.rates[node]
-        for rate in (rates.up, rates.down):
-            if not rate > 0:
-                raise ConfigError(f"a link of {rate:g} Mbit/s: it must be above 0 (`cut` takes a link down)")
         if self._forwarder is not None:
             pairs = {source: rate * 1e6 for source, rate in self._pairs[node].items()}
             self._forwarder.stdin.write(json.dumps([node, rates.up * 1e6, rates.down * 1e6, pairs]) + "\n")
@@ -267,8 +280,8 @@ class Testbed:
     def shape_pair(self, source: int, to: int, mbit_per_s: float) -> None:
         """Give what one node sends to another a rate of its own from now on, beside those of their links.
 
-        Raises ConfigError for a node that is none, for a rate that is not above 0, and where the kernel cannot tell
-        packets apart (`missing`). With infinity only the links' rates hold.
+        With infinity only the links' rates hold. Raises ConfigError where `source` and `to` are not two nodes, for a
+        rate that is not above 0, and where the kernel cannot tell packets apart (`missing`).
         """
         if not mbit_per_s > 0:
             raise ConfigError(f"{mbit_per_s:g} Mbit/s from node {source} to {to}: a rate must be above 0")
@@ -287,7 +300,7 @@ class Testbed:
             self._below(to, "filter", "add", "parent", "2:", "protocol", "ip", *match)
 
     def _class(self, to: int, name: str, mbit_per_s: float) -> None:
-        """Give a class of what a node receives its rate, below that of the whole, and a queue as long as a link's."""
+        """Give a class of the packets that a node receives a rate, below that of all, and a queue as of a link."""
         rate = min(mbit_per_s * 1e6, _FASTEST)
         queue = max(2 * MTU, int(min(rate, self.rates[to].down * 1e6, 1e9) / 8 * QUEUE_S))
         bucket = ["htb", *_rate(rate), "cburst", _rate(rate)[-1], "quantum", str(MTU + 14)]
@@ -307,7 +320,7 @@ class Testbed:
         _run(*_inside(self.names[node]), "ip", "link", "set", "eth0", "up")
 
     def counters(self, node: int) -> tuple[int, int]:
-        """Bytes that a node's interface has sent and received, link headers included where it has them."""
+        """Return the bytes that a node's interface has sent and received, link headers included where it has them."""
         (found,) = json.loads(_run(*_inside(self.names[node]), "ip", "-s", "-j", "link", "show", "eth0"))
         return found["stats64"]["tx"]["bytes"], found["stats64"]["rx"]["bytes"]
 
@@ -321,10 +334,11 @@ class Testbed:
         environment: Mapping[str, str] | None = None,
         **popen: object,
     ) -> subprocess.Popen:
-        """Start a command on a node, which ends with the testbed, and all that it starts too. `popen`: as Popen's.
+        """Start a command on a node and return its process, which ends with the testbed, as do those that it starts.
 
-        rank: makes it a rank as torchrun would, one per node, that meets the others on `port` of the first.
-        environment: by default this process'.
+        words: the command and its arguments. rank: where given, torchrun's variables make the process this rank, one
+        per node, which meets the others on `port` of the first node. environment: the variables, by default those of
+        this process. popen: further arguments of `subprocess.Popen`.
         """
         told = dict(os.environ if environment is None else environment)
         if rank is not None:
@@ -346,7 +360,7 @@ _TUNSETIFF, _IFF_TUN, _IFF_NO_PI, _CLONE_NEWNET = 0x400454CA, 0x0001, 0x1000, 0x
 
 
 def _tun(namespace: str) -> int:
-    """Make the TUN device eth0 in a namespace; returns the descriptor by which its packets are read and written."""
+    """Make the TUN device eth0 in a namespace, and return the descriptor by which its packets are read and written."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open("/proc/self/ns/net") as home, open(f"/run/netns/{namespace}") as there:
         if libc.setns(there.fileno(), _CLONE_NEWNET):
@@ -360,7 +374,10 @@ def _tun(namespace: str) -> int:
 
 
 class _Forwarder:
-    """Forwards packets between TUN devices, each with a rate up and down; some are lost, all others take a latency."""
+    """A forwarder of packets between TUN devices, each with a rate up and a rate down.
+
+    lost: the share of the packets that is lost, from 0 to 1; the others take `latency_s`. Rates are in bits per second.
+    """
 
     def __init__(self, devices: Sequence[int], latency_s: float, lost: float = 0.0):
         self.devices, self.latency_s, self.lost = devices, latency_s, lost
@@ -376,7 +393,7 @@ class _Forwarder:
         self._flying: list[tuple[float, int, int, bytes, bool]] = []
 
     def take(self, node: int, packet: bytes, now: float) -> None:
-        """A node has sent a packet."""
+        """Take a packet that a node has sent at the time `now`, to be given to its destination or dropped."""
         to = packet[19] - 1 if len(packet) >= 20 and packet[0] >> 4 == 4 else -1
         if not 0 <= to < len(self.devices):
             return
@@ -393,7 +410,7 @@ class _Forwarder:
             heapq.heappush(self._flying, (crossed + self.latency_s, next(self._order), to, packet, False))
 
     def give(self, now: float) -> float | None:
-        """Hand over what has arrived; returns in how many seconds the next will have."""
+        """Hand over the packets that have arrived, and return after how many seconds the next is due; None for none."""
         while self._flying and self._flying[0][0] <= now:
             when, _, to, packet, is_received = heapq.heappop(self._flying)
             if not is_received:

@@ -12,7 +12,10 @@ from lowcomm.comm.transport import CommError, Consume, Expected, Incoming, Outgo
 
 
 class ThreadHub:
-    """Mailboxes, notes and the reason of an abort, shared by the ranks of one process."""
+    """The mailboxes, the notes and the reason of an abort that the ranks of one process share.
+
+    Attributes: `aborted`, the reason of the first abort, "" where there was none.
+    """
 
     def __init__(self, size: int, timeout_s: float):
         self.size, self.timeout_s = size, timeout_s
@@ -22,16 +25,20 @@ class ThreadHub:
         self.aborted = ""
 
     def box(self, src: int, dst: int, channel: int) -> queue.SimpleQueue:
+        """Return the mailbox of messages from one rank to another on a channel, which is made if there is none."""
         with self._lock:
             return self._boxes.setdefault((src, dst, channel), queue.SimpleQueue())
 
     def note(self, key: str, value: str) -> None:
+        """Write a note for all ranks."""
         self._notes[key] = value
 
     def read(self, key: str) -> str | None:
+        """Return a note; None where there is none."""
         return self._notes.get(key)
 
     def abort(self, reason: str) -> None:
+        """Make every swap that waits for a message, now or later, raise CommError with the first reason given."""
         with self._lock:
             self.aborted = self.aborted or reason
             boxes = list(self._boxes.values())
@@ -40,7 +47,7 @@ class ThreadHub:
 
 
 class ThreadTransport:
-    """Ranks as threads of one process: for a notebook cell, a test, many replicas on one GPU."""
+    """The transport of ranks that are threads of one process: for a notebook, a test, many replicas on one GPU."""
 
     in_one_process = True
 

@@ -20,20 +20,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Link:
-    """Rate in bits per second (0: unlimited) and latency in seconds of a rank's wire on one axis."""
+    """The rate in bits per second (0: unlimited) and the latency in seconds of a rank's wire on one axis."""
 
     bits_per_second: float = 0.0
     latency_s: float = 0.0
 
     def seconds(self, nbytes: int) -> float:
-        """Time that `nbytes` occupy the wire."""
+        """Return for how many seconds `nbytes` occupy the wire, without the latency."""
         return 8 * nbytes / self.bits_per_second if self.bits_per_second else 0.0
 
 
 class Ledger:
-    """Bytes this rank sent, by axis, purpose and step. Payloads only, as packed; framing is not billed.
+    """The bytes that this rank has sent, by axis, purpose and step. Payloads are billed as packed, headers are not.
 
-    Threads that send bill to one ledger, while another may read it.
+    Several threads may bill to one ledger while another reads it.
     """
 
     def __init__(self) -> None:
@@ -41,26 +41,27 @@ class Ledger:
         self._lock = threading.Lock()
 
     def bill(self, axis: str, purpose: str, step: int, nbytes: int) -> None:
+        """Add `nbytes` to what was sent along an axis for a purpose at a step."""
         if nbytes:
             with self._lock:
                 self._bytes[axis, purpose][step] += nbytes
 
     def _read(self) -> list[tuple[str, str, dict[int, int]]]:
-        """Return (axis, purpose, bytes by step) of all that has been billed until now."""
+        """Return a copy of all that has been billed until now, as rows (axis, purpose, {step: bytes})."""
         with self._lock:
             return [(axis, purpose, dict(steps)) for (axis, purpose), steps in self._bytes.items()]
 
     def total(self, axis: str | None = None, purpose: str | None = None) -> int:
-        """Bytes sent, over all axes or purposes where none is named."""
+        """Return the bytes sent along an axis for a purpose; where one is None, along all axes or for all purposes."""
         return sum(sum(steps.values()) for a, p, steps in self._read() if axis in (None, a) and purpose in (None, p))
 
     def by_purpose(self) -> dict[str, int]:
-        """{"axis/purpose": bytes}, sorted."""
+        """Return the bytes sent as {"axis/purpose": bytes}, sorted by axis and purpose."""
         told = {(a, p): sum(steps.values()) for a, p, steps in self._read()}
         return {f"{a}/{p}": nbytes for (a, p), nbytes in sorted(told.items())}
 
     def peak_step_bytes(self, axis: str) -> int:
-        """Most bytes sent along an axis in any one step, analysis and evaluation apart."""
+        """Return the most bytes that any one step sent along an axis, not counting analysis and evaluation."""
         steps: dict[int, int] = defaultdict(int)
         for a, purpose, entry in self._read():
             if a == axis and purpose not in ("analysis", "evaluation"):
@@ -69,10 +70,11 @@ class Ledger:
         return max(steps.values(), default=0)
 
     def state(self) -> list[list]:
-        """Plain lists for a checkpoint."""
+        """Return all that has been billed as plain lists [axis, purpose, [(step, bytes), ...]], for a checkpoint."""
         return [[a, p, sorted(steps.items())] for a, p, steps in self._read()]
 
     def load(self, state: list[list]) -> None:
+        """Replace all that has been billed by what `state` has returned."""
         with self._lock:
             self._bytes.clear()
         for axis, purpose, steps in state:
@@ -81,7 +83,7 @@ class Ledger:
 
 
 class RealClock:
-    """Seconds of the machine's monotonic clock, which ranks on one machine share."""
+    """A clock in seconds of the machine's monotonic clock, which all ranks on one machine share."""
 
     is_virtual = False
 
@@ -90,30 +92,36 @@ class RealClock:
         self._origin = time.monotonic()
 
     def now(self) -> float:
+        """Return the instant that the clock shows, in seconds from an arbitrary origin."""
         return time.monotonic()
 
     def elapsed(self) -> float:
-        """Seconds of this run, those before a resume included."""
+        """Return the seconds that this run has taken, those before a resume included."""
         return self._earlier + self.now() - self._origin
 
     def start(self, earlier: float = 0.0) -> None:
+        """Count `elapsed` from now on; `earlier` are the seconds that the run had taken before a resume."""
         self._earlier, self._origin = earlier, self.now()
 
     @property
     def started(self) -> float:
-        """The instant of `start`."""
+        """The instant of the last `start`, or of the clock's creation before the first."""
         return self._origin
 
     def sleep_until(self, instant: float) -> None:
+        """Sleep until the clock shows an instant, if that has not passed."""
         if instant > (now := self.now()):
             time.sleep(instant - now)
 
     def settle(self, entered: float, finished: float) -> None:
-        """Real time passed by itself."""
+        """Account for a wait that began at `entered` for something that was there at `finished`.
+
+        Do nothing in real time, which has passed by itself.
+        """
 
 
 class VirtualClock(RealClock):
-    """The rank's own time: its computing runs at real speed, its waiting takes what the link says."""
+    """A clock of the rank's own time, in which computing takes its real time and waiting what the link model says."""
 
     is_virtual = True
 
@@ -126,39 +134,45 @@ class VirtualClock(RealClock):
         return time.monotonic() - self._lag
 
     def sleep_until(self, instant: float) -> None:
-        """Nothing waits in virtual time."""
+        """Return at once, as nobody sleeps in virtual time; `settle` moves the clock instead."""
 
     def settle(self, entered: float, finished: float) -> None:
-        """A wait begun at `entered` for something that `finished` then: go to the later of the two."""
+        """Account for a wait, as in `RealClock`, by setting the clock to the later of `entered` and `finished`."""
         self._lag = time.monotonic() - max(entered, finished)
 
 
 @dataclass(frozen=True)
 class Span:
-    """One verb in a rank's life, on the rank's clock (seconds)."""
+    """The record of one verb on one rank; times are in seconds on the rank's clock."""
 
     rank: int
     axis: str
     verb: str
     purpose: str
-    step: int
+    step: int  # of training, when the verb was submitted
     ranks: tuple[int, ...]  # that take part
     nbytes: int  # sent
-    taken: int  # bytes
+    taken: int  # bytes received
     phases: int  # swaps of messages, one after the other
-    submitted: float  # handed to the wire
-    finished: float  # all of it arrived
-    entered_wait: float  # the rank began to need it
-    left_wait: float  # ... and went on
+    submitted: float  # when the verb was handed to the wire
+    finished: float  # when it was complete on this rank, with all that it receives
+    entered_wait: float  # when the rank began to wait for it
+    left_wait: float  # ... and when it went on
 
 
 class Trace:
-    """Spans of one rank. Computing is what lies between `left_wait` and the next `submitted` or `entered_wait`."""
+    """The spans of the verbs that one rank has waited for, in that order.
+
+    The rank computes between a `left_wait` and the next `submitted` or `entered_wait`.
+    """
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
 
     def utilisation(self, begin: float, end: float) -> float:
-        """Share of the time from `begin` to `end`, on the rank's clock, in which it did not wait for the wire."""
+        """Return the share of the time from `begin` to `end` in which the rank did not wait for the wire.
+
+        begin, end: in seconds on the rank's clock. The share is 1 where no time lies between them.
+        """
         waits = (min(s.left_wait, end) - max(s.entered_wait, begin) for s in self.spans)
         return 1 - sum(w for w in waits if w > 0) / (end - begin) if end > begin else 1.0

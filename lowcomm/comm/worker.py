@@ -1,4 +1,4 @@
-"""A thread of its own for what may wait long."""
+"""A thread that makes calls which may wait for long, so that the caller need not."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class Worker:
-    """Calls one function after the other in a daemon thread: what waits there for others keeps no process alive.
+    """A daemon thread that makes calls one after the other; a call that still waits does not keep the process alive.
 
     (The threads of a `ThreadPoolExecutor` do: an interpreter that ends waits for them.)
     """
@@ -33,13 +33,13 @@ class Worker:
             del asked, future, call  # and with them what they hold
 
     def submit(self, function: Callable[..., T], *args: Any) -> Future[T]:
-        """Call a function after those that were submitted before."""
+        """Queue the call `function(*args)` after those submitted before, and return the Future of its result."""
         future: Future[T] = Future()
         self._calls.put((future, functools.partial(function, *args)))
         return future
 
     def end(self, *, wait: bool = True) -> None:
-        """Let the thread end after what was submitted, and wait for that."""
+        """Let the thread end after the calls that were submitted, and wait until it has, unless `wait` is False."""
         self._calls.put(None)
         if wait:
             self._thread.join()

@@ -1,14 +1,14 @@
-"""World: one rank's view of all ranks, and every verb they speak.
+"""World: one rank's view of all ranks, and the verbs by which they communicate.
 
 Training code is the same on every rank and is handed a World. Ranks form a grid
 `arange(ranks).view(stages, replicas)`; a verb names an axis of it ("replica", "stage" or
 "world"), its purpose, and bills the bytes it sends. Each verb has an asynchronous form: threads of the
 axis carry it out in order (`axis`) while the caller computes. "route" is the axis of messages between any two
-ranks: what a pipeline sends whose replicas change partners. Each axis has a link of its own. Which of torchrun's
-processes has which rank, `processes.ProcessTransport` says.
+ranks, as a pipeline sends them whose replicas change partners. Each axis has a link of its own.
+`processes.ProcessTransport` says which of torchrun's processes has which rank.
 
-    mean, sum        every rank gets the reduction; the bytes of a ring, in rank order
-    encoded_mean     the same of values in a codec's encoding
+    mean, sum        every rank gets the reduction, in rank order, for the bytes of a ring
+    encoded_mean     the same, of values in a codec's encoding
     reduce_scatter   each rank gets the sum of its share
     exchange         each member of a group gives its tensor to every other
     send, recv       one tensor, one way
@@ -45,16 +45,19 @@ _SUMMED = (torch.float32, torch.float64, torch.int32, torch.int64)
 
 
 class World:
-    """The ranks, seen from one of them.
+    """All ranks as one of them sees them, and the verbs by which they communicate.
 
     Args:
-        transport: processes or threads.
-        replicas, stages: the grid; their product must be the number of ranks.
-        comm: links, clock, reduction, trace.
-        device: where payloads live.
+        transport: carries the messages, between processes or threads.
+        replicas, stages: the sides of the grid; their product must be the number of ranks.
+        comm: the settings of the communication: links, clock, reduction, trace.
+        device: this rank's device; tensors that it sends are there or on the CPU.
 
-    Attributes: `rank`, `replica`, `stage` (this rank's place), `replicas`, `stages`, `step` (set by
-    the trainer; the ledger bills to it), `ledger`, `clock`, `trace`, `transport`.
+    Attributes: `rank`, `replica` and `stage`, this rank's place, from 0; `size`, `replicas` and `stages`, how many of
+    each there are; `step`, set by the trainer, to which the ledger bills; `ledger`; `clock`; `trace`, None where none
+    is recorded; `transport`; `device`.
+
+    Raises ConfigError where the ranks do not form the grid, and for settings that do not go together.
     """
 
     def __init__(
@@ -109,11 +112,17 @@ class World:
     # Reductions
 
     def sum_async(self, x: Tensor, *, purpose: str, axis: Axis = "replica") -> Handle:
-        """Replace contiguous `x` by its sum over the axis; leave `x` alone until `wait()`."""
+        """Replace contiguous `x` by its sum over the axis; leave `x` alone until `wait()`, which returns it.
+
+        Raises TypeError for dtypes other than float32, float64, int32 and int64.
+        """
         return self._reduce(x, "sum", purpose, axis)
 
     def mean_async(self, x: Tensor, *, purpose: str, axis: Axis = "replica") -> Handle:
-        """Replace contiguous floating `x` by its mean over the axis; leave `x` alone until `wait()`."""
+        """Replace contiguous `x` by its mean over the axis; leave `x` alone until `wait()`, which returns it.
+
+        Raises TypeError for dtypes other than float32 and float64.
+        """
         if not x.is_floating_point():
             raise TypeError(f"a mean of {x.dtype} is not of that type; convert to float32, or sum")
         return self._reduce(x, "mean", purpose, axis)
@@ -156,17 +165,18 @@ class World:
         packed: Sequence[Tensor] | None = None,
         reduce: Reduce = weighted_mean,
     ) -> Handle:
-        """Replace flat fp32 `x` by the mean of decode(encode(x)) over the axis; leave `x` alone until `wait()`.
+        """Replace flat fp32 `x` by the mean of decode(encode(x)) over the axis.
 
-        Each value is encoded once, by its owner, and summed in fp32 in rank order. Encoded values are gathered, or
-        reduced in shares whose sums travel as fp32, whichever sends fewer bytes; the result is the same bit for bit.
+        Leave `x` alone until `wait()`, which returns it. Each value is encoded once, by its owner, and summed in fp32
+        in rank order. Encoded values are gathered, or reduced in shares whose sums travel as fp32, whichever sends
+        fewer bytes; the result is the same bit for bit.
 
         With a `group` (indices on the axis) the mean is over its members, who alone take part. With `sections`, in the
         order of `x`, each is the mean over those of its owners (indices on the axis) who are members, zero where there
-        are none; all members get all of it, and nobody sends what it does not own. `ahead`: what is not needed yet; it
-        holds up no verb that is, and waits for none.
-        `packed`: what `encoded` has made of `x` already. `reduce`: in the place of the mean, the same on all ranks.
-        Both are as for `EncodedMean`.
+        are none; all members get all of it, and nobody sends what it does not own. `ahead`: whether the mean is sent
+        before it is needed; then it holds up no other verb, and waits for none.
+        `packed`: what `encoded` has made of `x` already. `reduce`: the reduction in the place of the mean, the same on
+        all ranks. Both are as for `EncodedMean`. Raises TypeError where `x` is not flat fp32.
         """
         if x.dtype != torch.float32 or x.dim() != 1:
             raise TypeError(f"encoded means are of flat float32 tensors, got {_like(x)}")
@@ -183,7 +193,11 @@ class World:
         return state.submit(named, purpose, agreed, mean.over, members=members, lane=lane)
 
     def reduce_scatter(self, x: Tensor, *, purpose: str, axis: Axis = "replica") -> Tensor:
-        """The sum over the axis of this rank's share of flat `x` (`shares.shares`). `x` is scratch after."""
+        """Return the sum over the axis of this rank's share (`shares.shares`) of the values of contiguous `x`.
+
+        The sum is flat and takes the place of the share in `x`, the rest of which is scratch afterwards. Raises
+        TypeError for dtypes other than float32, float64, int32 and int64.
+        """
         state = self._axes[axis]
         self._check_summable(x)
         if state.size == 1:
@@ -195,7 +209,7 @@ class World:
         ).wait()
 
     def _reduce_share(self, op: Op, flat: Tensor, verb: Literal["sum", "mean"]) -> Tensor:
-        """Exchange shares and reduce this rank's in rank order, into its place in `flat`."""
+        """Exchange shares, reduce this rank's in rank order in its place in `flat`, and return it, a view of `flat`."""
         state = op.axis
         begin_end = shares(flat.numel(), state.size)
         own = flat[slice(*begin_end[state.index])]
@@ -227,9 +241,11 @@ class World:
     def exchange_async(
         self, x: Tensor, *, purpose: str, axis: Axis = "replica", group: Sequence[int] | None = None
     ) -> Handle:
-        """Give contiguous `x` to every member of `group` (indices on the axis; default all) and take theirs.
+        """Give contiguous `x` to every member of `group` (indices on the axis; by default all) and take theirs.
 
-        The result is a list in group order; shapes may differ between members, dtypes may not.
+        `wait()` returns a list in the order of the group, with `x` itself at this rank's place. Shapes may differ
+        between members, dtypes may not. Raises ValueError where `group` lacks this rank, repeats a member or names an
+        index that is not on the axis.
         """
         _check_contiguous(x)
         state = self._axes[axis]
@@ -246,7 +262,10 @@ class World:
         return state.submit(self._named(state, "exchange", members), purpose, str(x.dtype), body, members=members)
 
     def send_async(self, x: Tensor, to: int, *, purpose: str, axis: Axis = "stage") -> Handle:
-        """Send contiguous `x` to index `to`; the tensor may change as soon as `wait()` returns."""
+        """Send contiguous `x` to index `to` of the axis; the tensor may change as soon as `wait()` returns.
+
+        Raises ValueError where `to` is this rank's own index or none of the axis.
+        """
         _check_contiguous(x)
         state = self._towards(to, axis)
         return state.submit(
@@ -259,7 +278,11 @@ class World:
         )
 
     def recv_async(self, source: int, *, purpose: str, axis: Axis = "stage", like: Tensor | None = None) -> Handle:
-        """Take the next tensor from index `source`, into `like` where given (shape and dtype are checked)."""
+        """Receive the next tensor from index `source` of the axis; `wait()` returns it.
+
+        `like`: the tensor to overwrite and return, whose shape and dtype the message must have; by default a new one.
+        Raises ValueError where `source` is this rank's own index or none of the axis.
+        """
         if like is not None:
             _check_contiguous(like)
         state = self._towards(source, axis)
@@ -299,7 +322,7 @@ class World:
 
     @staticmethod
     def _named(state: AxisState, verb: str, members: list[int] | None = None, lane: Lane = "main") -> str:
-        """Return the name by which members call a verb: it is numbered, so that ranks out of step find out."""
+        """Return the name by which members call a verb, numbered so that ranks that are out of step find out."""
         among = ""
         if members is not None and len(members) < state.size:
             among = f" among {len(members)}, {_digest(members)}"
@@ -314,7 +337,11 @@ class World:
         return state
 
     def broadcast(self, x: Tensor, *, purpose: str, axis: Axis = "replica", root: int = 0) -> Tensor:
-        """Overwrite contiguous `x` with the root's, sent straight to each; meant for small tensors."""
+        """Overwrite contiguous `x` with that of index `root` of the axis, and return it.
+
+        The root sends to each rank itself, which is meant for small tensors. Raises ValueError where `root` is not on
+        the axis.
+        """
         _check_contiguous(x)
         state = self._axes[axis]
         if not 0 <= root < state.size:
@@ -338,18 +365,18 @@ class World:
         self.exchange(torch.empty(0, dtype=torch.uint8, device=self.device), purpose="barrier", axis=axis)
 
     def tell(self, value: Any, *, axis: Axis = "world") -> list[Any]:
-        """Give a value that JSON can hold to every rank of the axis, and return everybody's, in order.
+        """Give a value that JSON can hold to every rank of the axis, and return a list of all ranks' values, in order.
 
-        It is for what ranks settle before and beside training; as the headers of messages, it is not billed.
+        It is for what ranks settle before and beside training; like the headers of messages, it is not billed.
         """
         packed = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         told = self.exchange(packed, purpose=UNBILLED, axis=axis)
         return [json.loads(x.numpy().tobytes()) for x in told]
 
     def agree(self, settings: Mapping[str, Any], *, axis: Axis = "world") -> None:
-        """Return if all ranks of the axis have the same settings, given by name as values that JSON can hold.
+        """Check that all ranks of the axis have the same settings, given by name as values that JSON can hold.
 
-        Raises ConfigError on every rank where they do not, with the first setting that differs from the first rank's.
+        Raises ConfigError on every rank where they differ, with the first setting that differs from the first rank's.
         """
         everyone = dict(zip(self._axes[axis].ranks, self.tell(dict(settings), axis=axis), strict=True))
         first = next(iter(everyone))
@@ -360,40 +387,43 @@ class World:
     # Synchronous forms
 
     def sum(self, x: Tensor, *, purpose: str, axis: Axis = "replica") -> Tensor:
-        """`sum_async`, waited for."""
+        """Call `sum_async`, wait for it and return `x`."""
         return self.sum_async(x, purpose=purpose, axis=axis).wait()
 
     def mean(self, x: Tensor, *, purpose: str, axis: Axis = "replica") -> Tensor:
-        """`mean_async`, waited for."""
+        """Call `mean_async`, wait for it and return `x`."""
         return self.mean_async(x, purpose=purpose, axis=axis).wait()
 
     def exchange(
         self, x: Tensor, *, purpose: str, axis: Axis = "replica", group: Sequence[int] | None = None
     ) -> list[Tensor]:
-        """`exchange_async`, waited for."""
+        """Call `exchange_async`, wait for it and return the list of tensors."""
         return self.exchange_async(x, purpose=purpose, axis=axis, group=group).wait()
 
     def send(self, x: Tensor, to: int, *, purpose: str, axis: Axis = "stage") -> None:
-        """`send_async`, waited for: returns when `x` is handed over, not when it has arrived."""
+        """Call `send_async` and wait until `x` is handed over, which may be before it has arrived."""
         self.send_async(x, to, purpose=purpose, axis=axis).wait()
 
     def recv(self, source: int, *, purpose: str, axis: Axis = "stage", like: Tensor | None = None) -> Tensor:
-        """`recv_async`, waited for."""
+        """Call `recv_async`, wait for it and return the tensor."""
         return self.recv_async(source, purpose=purpose, axis=axis, like=like).wait()
 
     def close(self) -> None:
-        """`leave`, and let go of the transport."""
+        """Leave the World as `leave` does, and close the transport."""
         self.leave()
         self.transport.close()
 
     def leave(self) -> None:
-        """Finish what is under way. The transport is free for another World."""
+        """Wait for all ranks to leave, and finish the verbs that are under way.
+
+        The transport then may serve another World.
+        """
         if self.size > 1:
             self.barrier()
         self.stop()
 
     def stop(self) -> None:
-        """End this rank's wires: after an abort, when there is nobody left to wait for."""
+        """Finish the verbs that are queued and end this rank's threads, without a barrier, as after an abort."""
         for axis in self._axes.values():
             axis.stop()
 
@@ -403,7 +433,7 @@ class World:
         _check_contiguous(x)
 
     def done(self, value: Any) -> Handle:
-        """A handle of something that needs no wait."""
+        """Return a Handle whose `wait()` returns `value` at once."""
         future: Future = Future()
         future.set_result(value)
         return Handle(self, future, None)

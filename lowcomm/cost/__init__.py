@@ -1,4 +1,4 @@
-"""What a method costs:
+"""The costs of a method in time, bytes, memory and loss.
 
-The simulator, the replay of recorded runs, predictions of time, bytes and memory, the planner.
+The modules are the simulator, the replay of recorded runs, predictions of time, bytes and memory, and the planner.
 """

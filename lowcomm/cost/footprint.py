@@ -1,10 +1,10 @@
 """The memory that a machine needs for a run, from its configuration alone.
 
-Everything is counted in fp32, as `trainer` keeps it; under bf16 autocast activations take less, and weights once more
-in bf16 (`cast_bytes`).
+Everything is counted in fp32, as `trainer` keeps it; under bf16 autocast activations take less, and weights are held
+once more in bf16 (`cast_bytes`).
 
-Of activations this says what is alive at the worst moment of a step in GPipe's order: all micro-batches have gone
-forward, none has come back. It is close, not exact: tests hold it within a fifth of what autograd saves.
+Activations are counted at the worst moment of a step in GPipe's order: all micro-batches have gone forward, and none
+has come back. The count is close, not exact: tests hold it within a fifth of what autograd saves.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lowcomm.model.config import ModelConfig, stage_layers
 
 
 def stage_memory(config: RunConfig, stage: int) -> MemoryCount:
-    """Count what a stage's machine holds, activations apart.
+    """Count the bytes that a stage's machine holds, without activations.
 
     Where outer state is offloaded, NoLoCo's mean of the next peers' slow weights is still on the device.
     """
@@ -63,10 +63,11 @@ def stage_memory(config: RunConfig, stage: int) -> MemoryCount:
 
 
 def _most_fetched(plan: Plan, tau: int, stepped: int, said: int) -> int:
-    """Values of outer state on the device at the worst step: fragments that are applied, and others that are sent.
+    """Return the number of values of outer state on the device at the worst step of a round.
 
-    A fragment that is sent needs what was agreed, and its residual if it has one: `said` tensors; one that is applied,
-    tau steps later, what was agreed and the outer optimizer's buffers: `stepped`.
+    They are those of fragments that are applied at the step, and of others that are sent. A fragment that is sent needs
+    the parameters last agreed, and its residual if it has one: `said` tensors of its size. One that is applied, `tau`
+    steps later, needs the parameters last agreed and the outer optimizer's buffers: `stepped` tensors.
     """
     held, h = collections.Counter(), plan.method.sync_every_steps  # of the steps of a round
     for fragment in plan.fragments:
@@ -76,12 +77,13 @@ def _most_fetched(plan: Plan, tau: int, stepped: int, said: int) -> int:
 
 
 def activation_bytes(config: RunConfig, stage: int) -> int:
-    """Count what the forward passes of a step leave at a stage for the backward passes, and what one of these takes.
+    """Count the bytes of activations, and of their gradients, that a stage holds at the worst moment of a step.
 
-    With `train.recompute` the input of every block, without it the insides of every block; of all micro-batches where
-    there are stages, and then room for the gradients that come back, or at the last stage those of the residual stream.
-    And of one micro-batch the larger of what the head has (logits, log-probabilities and their gradient) and, with
-    `train.recompute`, the insides of a block.
+    The forward passes leave the input of every block for the backward passes with `train.recompute`, and without it the
+    intermediate results of every block: of one micro-batch, or of all where there are several stages. Then there is
+    also room, for each micro-batch, for the gradients that come back, or at the last stage for those of the residual
+    stream. A backward pass adds, of one micro-batch, the larger of what the head has at the last stage (logits,
+    log-probabilities and their gradient) and, with `train.recompute`, the intermediate results of a block.
     """
     c, t = config.model, config.train
     tokens = config.local_batch // t.accumulation * t.seq_len
@@ -100,9 +102,10 @@ def activation_bytes(config: RunConfig, stage: int) -> int:
 
 
 def kept_of_messages(config: RunConfig, stage: int) -> int:
-    """Count the errors that a stage keeps where its boundaries have error feedback, for each micro-batch and direction.
+    """Count the bytes of the errors that a stage keeps for error feedback at its boundaries; 0 without it.
 
-    A stage sends activations, but for the last one, and gradients, but for the first.
+    There is one error for each micro-batch and direction: all stages but the last send activations, and all but the
+    first send gradients.
     """
     tokens = config.local_batch // config.train.accumulation * config.train.seq_len
     each = make_boundary(config.method.boundary, config.model).kept_bytes(tokens)
@@ -110,10 +113,10 @@ def kept_of_messages(config: RunConfig, stage: int) -> int:
 
 
 def cast_bytes(config: RunConfig, stage: int) -> int:
-    """Count the weights in bf16 that a step under autocast holds at a stage; 0 without it.
+    """Count the bytes of the weights in bf16 that a step under autocast holds at a stage; 0 without autocast.
 
-    Those of all matrices, once for each micro-batch whose backward pass is still to come; with `train.recompute` those
-    of a block, or of the head, at a time.
+    They are the weights of all matrices, once for each micro-batch whose backward pass is still to come; with
+    `train.recompute` they are those of one block, or of the head, at a time.
     """
     t = config.train
     if t.precision != "bf16":
@@ -124,7 +127,10 @@ def cast_bytes(config: RunConfig, stage: int) -> int:
 
 @functools.lru_cache(maxsize=256)
 def _matrices(c: ModelConfig, stage: int, stages: int) -> tuple[int, int]:
-    """Return the values of a stage's matrices: (of the block, or the head, that has most, of all)."""
+    """Return the number of values in a stage's matrices, as (the most in a block or in the head, all).
+
+    The embedding is not counted.
+    """
     shapes = parameter_shapes(c, stage=stage, stages=stages)
     layers, parts = layer_of(shapes), collections.Counter[int | None]()
     for name, shape in shapes.items():
@@ -134,10 +140,13 @@ def _matrices(c: ModelConfig, stage: int, stages: int) -> tuple[int, int]:
 
 
 def node_bytes(config: RunConfig) -> int:
-    """Memory of the machine that holds most: weights, gradients, optimizer and outer state; the largest of activations,
-    the copy of all gradients that is averaged, and what an exchange that is waited for has (a message of a fragment and
-    the mean that comes back); a fragment on its way; weights in bf16; errors of messages that are
-    kept; and a subspace's tables."""
+    """Return the memory, in bytes, of the machine of a run that holds most.
+
+    It is the sum of weights, gradients, optimizer and outer state; the largest of activations, the copy of all
+    gradients that is averaged, and what an exchange that is waited for holds (a message of a fragment and the mean that
+    comes back); a fragment on its way, where exchanges overlap with training; weights in bf16; errors of messages that
+    are kept; and a subspace's tables.
+    """
     most, m = 0, config.method
     for stage in kinds_of_stage(config):
         numel, waited, under_way = stage_numel(config, stage), 0, 0

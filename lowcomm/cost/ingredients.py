@@ -44,14 +44,18 @@ from lowcomm.settings import ConfigError
 
 @dataclass(frozen=True)
 class Method:
-    """Ingredients. `ratio`: D / R of a subspace or a projection, 1 for a dense boundary; `sync_every_steps`: H, 0 for
-    gradients.
+    """A method as a set of ingredients; by default it is dense data-parallel training with AdamW.
 
-    sparse_messages: of outer gradients the largest of each chunk, in 2 bits, with error feedback and no momentum
-    (SparseLoCo). muon: Muon inside. rising_momentum: an outer momentum that rises from 0 in the first half of the run.
-    gossip_momentum: with pairs, GASLoC's momentum in place of NoLoCo's. demo: DeMo, which sends the largest cosines of
-    what has not been sent yet after each step, with plain SGD inside. projection: between stages coordinates of a model
-    whose weights are free, in 4 bits, in place of a subspace.
+    sync_every_steps: H of local updates, 0 where gradients are exchanged. streaming: fragments that are sent in turn,
+    in 4 bits, with overlap. pairs: random pairs average in place of all replicas (NoLoCo). slices: the number of slices
+    that MLPs are cut into, of which a replica trains one. ratio: D / R of a subspace or a projection, 1 for a dense
+    boundary.
+
+    sparse_messages: of outer gradients the largest of each chunk are sent, in 2 bits, with error feedback and no
+    momentum (SparseLoCo). muon: Muon is the inner optimizer. rising_momentum: the outer momentum rises from 0 in the
+    first half of the run. gossip_momentum: with pairs, GASLoC's momentum takes the place of NoLoCo's. demo: DeMo, which
+    sends the largest cosines of what has not been sent yet after each step, with plain SGD inside. projection: stages
+    exchange coordinates of a model whose weights are free, in 4 bits, in place of a subspace's.
     """
 
     sync_every_steps: int = 0
@@ -68,6 +72,7 @@ class Method:
 
     @property
     def name(self) -> str:
+        """Return the name of the method in tables, such as "every 30 steps, streaming, pairs"."""
         if self.demo:
             return "DeMo"
         parts = ["gradients" if not self.sync_every_steps else f"every {self.sync_every_steps} steps"]
@@ -83,7 +88,10 @@ class Method:
         return "projection" if self.projection else "subspace"
 
     def ingredients(self, stages: int) -> dict[str, float]:
-        """Return the ingredients that a table of penalties names -> their amounts; none for data-parallel training."""
+        """Return the amounts of the method's ingredients, by their names in a table of penalties.
+
+        Dense data-parallel training has none.
+        """
         found = {}
         if self.demo:
             found = {"DeMo": 1.0}
@@ -103,7 +111,7 @@ class Method:
         return {name: amount for name, amount in found.items() if amount != NO_PENALTY.get(name)}
 
     def settings(self, model: ModelConfig, stages: int) -> MethodConfig:
-        """Return the settings that `params.yaml` would give; numbers are those of the laptop scale."""
+        """Return the method's settings, as `params.yaml` would give them; numbers are those of the laptop scale."""
         codec = "bf16" if stages > 1 else "fp32"  # as what is computed
         boundary = BoundaryConfig(codec=codec)
         if self.ratio > 1:
@@ -144,7 +152,12 @@ NO_PENALTY = {"rounds": 30.0, "slices": 1.0, "subspace": 1.0}
 
 @dataclass(frozen=True)
 class Penalty:
-    """ln(loss / loss without): the likely value, its standard deviation, how far it was taken from, and whence."""
+    """The penalty of an ingredient or of a whole method, ln(loss with it / loss without it).
+
+    log_ratio: the likely value. deviation: its standard deviation. extrapolated: the largest factor (of replicas,
+    amount or parameters) between what it is for and the nearest run, 1 where they are the same. source: the source that
+    measured it, "" for a sum.
+    """
 
     log_ratio: float
     deviation: float
@@ -182,7 +195,7 @@ COLUMNS = ("ingredient", *_ASKED, *_MEASURED, "source")
 
 
 class Penalties:
-    """What each ingredient costs in loss, from a table of what was measured.
+    """The penalty of each ingredient, from a table of what was measured.
 
     Args:
         table: has the columns `COLUMNS`. drift: by how much the deviation grows beyond the sizes that were measured,
@@ -191,6 +204,8 @@ class Penalties:
             D / k. A "composed" row is a run of all ingredients at once, with H = 30, 2 slices, and a subspace of its
             amount.
         law: says how many tokens make up for a loss.
+
+    Raises ConfigError where the table lacks a column, has two rows of one kind, or has values that mean nothing.
     """
 
     def __init__(self, table: pd.DataFrame, law: Law | None = None):
@@ -214,7 +229,10 @@ class Penalties:
 
     @classmethod
     def read(cls, path: Path) -> Penalties:
-        """Read the penalties of a file (`planner.measured_penalties`). Raises ConfigError where there is none."""
+        """Read the penalties of a CSV file (such as `planner.measured_penalties`).
+
+        Raises ConfigError where there is no such file, or its table is not as `Penalties` needs it.
+        """
         if not path.is_file():
             raise ConfigError(f"{path} is no file: penalties are a table as in results/ladder/penalties.csv")
         return cls(pd.read_csv(path))
@@ -252,7 +270,7 @@ class Penalties:
     def _of_source(
         self, ingredient: str, source: str, amount: float, replicas: float, parameters: float
     ) -> tuple[float, float]:
-        """Return what one source says of an ingredient: (log_ratio, deviation)."""
+        """Return the penalty of an ingredient by one source, as (log_ratio, deviation)."""
 
         def at_amount(rows: list[Any]) -> tuple[float, float]:
             points = [(there, *_at_size(some, parameters)) for there, some in _split(rows, "amount")]
@@ -269,7 +287,7 @@ class Penalties:
 
     @functools.cached_property
     def _per_replicas(self) -> float:
-        """Return by how much ingredients change for each factor of e in replicas, where a source has several numbers.
+        """Return by how much penalties change for each factor of e in replicas, where a source has several numbers.
 
         It is the median over sizes and amounts, each from the fewest replicas to the most, of all ingredients that are
         added to local updates.
@@ -286,26 +304,34 @@ class Penalties:
         return statistics.median(slopes) if slopes else 0.0
 
     def knows(self, method: Method, stages: int) -> bool:
-        """Tell whether all ingredients of a method have been measured, and slices at least as thin.
+        """Tell whether all ingredients of a method have been measured, and slices at least as thin as the method's.
 
-        Nothing says how what slices cost goes on beyond the thinnest that were trained, but that it rises quickly.
+        How the penalty of slices goes on beyond the thinnest that were trained is unknown, but that it rises quickly.
         """
         return method.ingredients(stages).keys() <= self._sources.keys() and method.slices <= self._thinnest
 
     @functools.cached_property
     def _thinnest(self) -> float:
+        """Return the largest number of slices that was measured, 1 where none was."""
         return max((row.amount for rows in self._sources.get("slices", {}).values() for row in rows), default=1.0)
 
     def parts(self, method: Method, replicas: int, stages: int, parameters: float) -> dict[str, Penalty]:
-        """Return the penalty of each ingredient of a method. Raises ConfigError where one has not been measured."""
+        """Return the penalty of each ingredient of a method, by its name.
+
+        Raises ConfigError where one has not been measured.
+        """
         amounts = method.ingredients(stages)
         return {name: self.one(name, amount, replicas, parameters) for name, amount in amounts.items()}
 
     def of(self, method: Method, replicas: int, stages: int, parameters: float) -> Penalty:
-        """Add up the penalties of all ingredients; dense data-parallel training has none."""
+        """Return the sum of the penalties of a method's ingredients, which is 0 for dense data-parallel training.
+
+        Raises ConfigError where one has not been measured.
+        """
         return self._sum(self.parts(method, replicas, stages, parameters).values())
 
     def _sum(self, parts: Iterable[Penalty]) -> Penalty:
+        """Return the sum of penalties, with a deviation that also counts what such a sum misses (`missed`)."""
         parts = list(parts)
         interplay = self.missed * (len(parts) - 1) if len(parts) > 1 else 0.0
         return Penalty(
@@ -316,14 +342,18 @@ class Penalties:
 
     @functools.cached_property
     def missed(self) -> float:
-        """How far a sum of penalties is off a composed run, at most, per ingredient beyond the first."""
+        """Return how far a sum of penalties is off a composed run, at most, per ingredient beyond the first.
+
+        It is a difference of logarithms of loss ratios, and 0 where there is no composed run.
+        """
         checks = self.composed()
         return max((abs(whole - summed) / (count - 1) for _, whole, summed, count in checks), default=0.0)
 
     def composed(self) -> list[tuple[float, float, float, int]]:
-        """Return what composed runs lost, and what the sum says: (parameters, whole, sum, ingredients) for each.
+        """Return (parameters, penalty of the run, sum of penalties, number of ingredients) for each composed run.
 
-        Where one of their ingredients has not been measured there is no sum, and nothing is returned of them.
+        The penalties are logarithms of loss ratios. Runs with an ingredient that has not been measured are left out, as
+        they have no sum.
         """
         found = []
         for rows in self._sources.get("composed", {}).values():
@@ -337,20 +367,24 @@ class Penalties:
         return sorted(found)
 
     def buy_back(self, penalty: Penalty, parameters: float, tokens: float) -> tuple[float, float, float]:
-        """Return how many times the tokens buy a penalty back: (likely, low, high), one deviation each way."""
+        """Return the factors on the tokens that buy a penalty back: (likely, low, high), one deviation each way.
+
+        A factor is infinite where no number of tokens is enough.
+        """
         p, off = penalty.log_ratio, penalty.deviation
         return tuple(self.law.factor(value, parameters, tokens) for value in (p, p - off, p + off))
 
 
 def _split(rows: Sequence[Any], column: str) -> list[tuple[float, list[Any]]]:
-    """Return the values of a column in their order, each with its rows."""
+    """Return the values of a column in ascending order, each with its rows."""
     return [(v, [row for row in rows if getattr(row, column) == v]) for v in sorted({getattr(r, column) for r in rows})]
 
 
 def _at_size(rows: Sequence[Any], parameters: float) -> tuple[float, float]:
-    """Return (log_ratio, deviation) at a size: the line through the neighbours in ln N, level beyond the last ones.
+    """Return (log_ratio, deviation) at a number of parameters, from rows in ascending order of it.
 
-    Beyond them a gain counts as none, and the deviation grows by the row's drift for each factor of e.
+    They are on the line through the neighbours in ln N. Beyond the first and the last row they are those of that row,
+    but a gain counts as none, and the deviation grows by the row's drift for each factor of e.
     """
     end = rows[0] if parameters < rows[0].parameters else rows[-1]
     if rows[0].parameters <= parameters <= rows[-1].parameters and len(rows) > 1:
@@ -364,9 +398,10 @@ def _at_size(rows: Sequence[Any], parameters: float) -> tuple[float, float]:
 
 
 def _rising(points: Sequence[tuple[float, float, float]], x: float) -> tuple[float, float]:
-    """Return (log_ratio, deviation) at x of points (x, log_ratio, deviation): the line through the neighbours in ln x.
+    """Return (log_ratio, deviation) at x, from points (x, log_ratio, deviation) in ascending order of x.
 
-    Beyond the last point it is the line from the first to the last, which does not fall; below the first it is level.
+    They are on the line through the neighbours in ln x. Beyond the last point it is the line from the first to the
+    last, which does not fall; below the first it is level.
     """
     if len(points) == 1 or x <= points[0][0]:
         return points[0][1:]
@@ -380,6 +415,6 @@ def _rising(points: Sequence[tuple[float, float, float]], x: float) -> tuple[flo
 
 
 def _neighbours(sorted_values: Sequence[float], value: float) -> tuple[int, int]:
-    """Return the places of the two values between which another lies, or of the two at the end where it lies."""
+    """Return the indices of the two values between which `value` lies, or of the two at the end that it lies beyond."""
     right = next((i for i, v in enumerate(sorted_values) if i and value <= v), len(sorted_values) - 1)
     return right - 1, right

@@ -22,19 +22,20 @@ from lowcomm.methods.routing import groups
 
 
 def sigma_of(std_over_mean: float) -> float:
-    """sigma of a log-normal time with this ratio of standard deviation to mean: sqrt(ln(1 + ratio^2))."""
+    """Return sigma of a log-normal time with this ratio of standard deviation to mean: sqrt(ln(1 + ratio^2))."""
     return math.sqrt(math.log1p(std_over_mean**2))
 
 
 def pair_seconds(mu: float, sigma: float) -> float:
-    """E max(t, t') of two log-normal times, Eq. 7: (1 + erf(sigma / 2)) exp(mu + sigma^2 / 2)."""
+    """Return E max(t, t') of two log-normal times, Eq. 7: (1 + erf(sigma / 2)) exp(mu + sigma^2 / 2)."""
     return (1 + math.erf(sigma / 2)) * math.exp(mu + sigma**2 / 2)
 
 
 def expected_max(count: int, sigma: float, *, cells: int = 4096) -> float:
-    """E max of `count` independent log-normal times of mean 1; `pair_seconds` for two.
+    """Return the expected maximum of `count` independent log-normal times of mean 1; for two, it is `pair_seconds`.
 
-    The integral of P(max > t), over the logarithm of t.
+    It is the integral of P(max > t) over t, on a grid of `cells` points in the logarithm of t. Raises ValueError where
+    `count` is below 1.
     """
     if count < 1:
         raise ValueError(f"count must be at least 1, got {count}")
@@ -47,14 +48,17 @@ def expected_max(count: int, sigma: float, *, cells: int = 4096) -> float:
 
 
 def levels(workers: int) -> int:
-    """Levels of the tree. Raises ValueError where `workers` is no power of two."""
+    """Return the number of levels L of the tree. Raises ValueError where `workers` is not a power of two, 2 or more."""
     if workers < 2 or workers & (workers - 1):
         raise ValueError(f"{workers} workers do not fill a binary tree: use a power of two")
     return workers.bit_length() - 1
 
 
 def tree_samples(workers: int, sigma: float, samples: int, seed: int = 0) -> NDArray[np.float64]:
-    """T_L drawn message by message over the whole tree, mean message time 1: [samples]."""
+    """Draw `samples` values of T_L [samples], message by message over the whole tree; messages take 1 on average.
+
+    Raises ValueError where `workers` is no power of two.
+    """
     rng, depth = np.random.default_rng(seed), levels(workers)
     found = []
     at_once = max(1, 4_000_000 // workers)
@@ -68,7 +72,10 @@ def tree_samples(workers: int, sigma: float, samples: int, seed: int = 0) -> NDA
 
 
 def tree_mean(workers: int, sigma: float, *, cells: int = 1 << 17) -> float:
-    """E T_L by convolving densities on a grid, mean message time 1: nothing is drawn."""
+    """Return E(T_L) by convolving densities on a grid of `cells`, without drawing; messages take 1 on average.
+
+    Raises ValueError where `workers` is no power of two.
+    """
     depth = levels(workers)
     if sigma == 0:
         return float(depth)
@@ -91,7 +98,10 @@ def tree_mean(workers: int, sigma: float, *, cells: int = 1 << 17) -> float:
 
 
 def tree_over_pairs(workers: int, std_over_mean: float) -> float:
-    """Expected time of the tree over that of averaging in pairs (Figure 5A): log2(workers) where messages are equal."""
+    """Return the expected time of the tree over that of averaging in pairs (Figure 5A).
+
+    It is log2(workers) where messages take equal times. Raises ValueError where `workers` is no power of two.
+    """
     sigma = sigma_of(std_over_mean)
     return tree_mean(workers, sigma) / pair_seconds(-(sigma**2) / 2, sigma)
 
@@ -106,10 +116,11 @@ def blocking(
     group: int | None,
     seed: int = 0,
 ) -> NDArray[np.float64]:
-    """Seconds until all workers have done `outer_steps`, a value for each number of inner steps (Figure 5B).
+    """Return the seconds until all workers have done `outer_steps`, one value for each of `inner_steps` (Figure 5B).
 
-    An inner step takes a log-normal time; after each outer step a worker waits for its group, drawn anew each time, or
-    for everybody (None). Messages take no time.
+    `inner_steps` are numbers of inner steps per outer step. An inner step takes a log-normal time of `mu` and `sigma`;
+    after each outer step a worker waits for its group, of `group` workers and drawn anew each time, or for everybody
+    (None). Messages take no time. Raises ValueError where a number of inner steps is below 1.
     """
     if min(inner_steps) < 1:
         raise ValueError(f"inner_steps must be at least 1, got {min(inner_steps)}")
@@ -146,10 +157,11 @@ def uneven(
 ) -> float:
     """Return the factor by which machines that are now faster and now slower lengthen a step.
 
-    Each machine's computing of each step is a log-normal factor times the mean. Stages of a replica end a step
+    The time that a machine computes for a step is a log-normal factor times the mean. Stages of a replica end a step
     together: in GPipe's order it takes (sum_s f_s + (M - 1) max_s f_s) / (M + S - 1), over random routes (`routed`)
     with the slowest of all replicas' machines at each stage. Replicas wait for each other after every `every` steps (0:
-    never), all or in random groups drawn anew, for what was sent `overlap` steps before. Drawn, with a seed.
+    never), for what was sent `overlap` steps before: all for all (`group` None), or in random groups of `group`, drawn
+    anew each time. The factors are drawn with `seed`.
     """
     if std_over_mean == 0:
         return 1.0

@@ -45,16 +45,16 @@ FEWEST_ROUNDS = 10
 
 @dataclass(frozen=True)
 class Cluster:
-    """Machines, and what lies between them.
+    """The machines of a cluster, and the links between them.
 
-    They are equal, but that the last `slow` of them may compute at a share `slow_speed` of the others' speed. Machines
+    Machines are equal, but that the last `slow` of them may compute at a share `slow_speed` of the others' speed. They
     may stand in boxes of `per_box` (the GPUs of a server), with a fast link between any two of a box; `links`
-    are then those of a box to any other, which its machines share.
+    are then those of a box to any other, which its machines share. Raises ValueError where a number is out of range.
     """
 
     nodes: int
-    memory_gb: float  # of one, 10^9 bytes
-    tflops: float  # that one sustains in training
+    memory_gb: float  # of one machine, in 10^9 bytes
+    tflops: float  # TFLOP/s that one machine sustains in training
     links: Links
     price_per_node_hour: float = 0.0
     per_box: int = 1
@@ -82,12 +82,12 @@ class Cluster:
             raise ValueError(f"price_per_node_hour must be at least 0, got {self.price_per_node_hour}")
 
     def speeds(self, replicas: int) -> list[float]:
-        """Return the speed of each replica as a share of a fast one's: a slow machine makes all of its replica slow."""
+        """Return each replica's speed, as a share of a fast one's; a slow machine makes all of its replica slow."""
         slow = math.ceil(self.slow / (self.nodes // replicas))
         return [1.0] * (replicas - slow) + [self.slow_speed] * slow
 
     def links_of(self, width: int, stages: int) -> tuple[Links, list[Links]]:
-        """Return the links between replicas, and that of each boundary of one, for shards of `width` machines.
+        """Return the links between replicas and those of the boundaries of one, where a stage has `width` machines.
 
         Stages stand in boxes in their order. Where a box's last stage is not the last of a replica, its boundary has
         the box's link for itself; where boxes do not begin with the same stage, each boundary has a shard's part of it.
@@ -106,7 +106,10 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Job:
-    """The training that is to be done. global_batch counts sequences of the model's length, and may be rounded."""
+    """The training that is to be done; `global_batch` counts sequences of the model's length, and may be rounded.
+
+    Raises ValueError where a number is out of range, or the tokens are too few for `FEWEST_ROUNDS` steps.
+    """
 
     model: ModelConfig
     tokens: float
@@ -120,7 +123,7 @@ class Job:
             raise ValueError(f"tokens must be {FEWEST_ROUNDS} steps' or more, {least:,}, got {self.tokens:g}")
 
     def batch(self, replicas: int) -> int:
-        """Return the multiple of the replicas that is nearest to the batch.
+        """Return the multiple of `replicas` that is nearest to `global_batch`.
 
         Raises ConfigError where it is more than an eighth away.
         """
@@ -140,7 +143,7 @@ MUON_LR = 0.02
 
 
 def methods(replicas: int, stages: int) -> Iterator[Method]:
-    """All that a grid allows."""
+    """Yield all methods that a grid of `replicas` x `stages` allows."""
     inside = [Method(ratio=ratio) for ratio in (RATIOS if stages > 1 else (1,))] + [Method(muon=True)]
     inside += [Method(ratio=PROJECTED, muon=True, projection=True)] * (stages > 1)
     for base in inside:
@@ -165,9 +168,10 @@ def methods(replicas: int, stages: int) -> Iterator[Method]:
 def run_of(
     method: Method, job: Job, replicas: int, stages: int, *, recompute: bool = False, width: int = 1
 ) -> RunConfig:
-    """The run it would be, in micro-batches as small as they can be. Raises ConfigError where that cannot work.
+    """Return the configuration of the run that does a job by a method, with micro-batches as small as they can be.
 
-    width: how many machines share the sequences of each micro-batch.
+    A pipeline has at most 8 micro-batches per stage. width: how many machines share the sequences of each micro-batch.
+    Raises ConfigError where the job does not divide so, is shorter than `FEWEST_ROUNDS` rounds, or settings clash.
     """
     batch = job.batch(replicas * width)
     mine = batch // replicas // width
@@ -205,15 +209,16 @@ def run_of(
 
 
 def plan(cluster: Cluster, job: Job, penalties: Penalties) -> pd.DataFrame:
-    """A row for each configuration that fits, best first: fewest days to the loss of dense data-parallel training.
+    """Return a table with a row for each configuration that fits into memory, best first.
 
-    Of these days the high end counts (`days_to_equal_loss_high`), so that what few or distant runs say comes late.
+    Best is what takes the fewest days to the loss of dense data-parallel training, at the high end of these days
+    (`days_to_equal_loss_high`), so that what few or distant runs say comes late.
 
     Columns: method, its ingredients (as `Method`), replicas, stages, width, global_batch, micro_batches, recompute,
     step_seconds, utilisation, bytes_per_token (of all machines, by both axes), memory_gb, days, cost, loss_percent (the
-    penalty), loss_deviation, extrapolated, days_to_equal_loss (and _low, _high), front (`known_front`). Empty where
-    nothing fits; then `attrs["least"]` has the row that needs least memory. Raises ConfigError where there is nothing
-    to fit.
+    penalty), loss_deviation, extrapolated, days_to_equal_loss (and _low, _high), front (`known_front`). The table is
+    empty where nothing fits; then `attrs["least"]` has the row that needs least memory. Raises ConfigError where there
+    is no configuration at all, whatever the memory.
     """
     rows, least, refused, numel = [], None, ConfigError("no grid of replicas and stages"), parameters(job.model).total
     for width, replicas, stages in grids(cluster, job.model.layers):
@@ -246,7 +251,10 @@ def plan(cluster: Cluster, job: Job, penalties: Penalties) -> pd.DataFrame:
 
 
 def grids(cluster: Cluster, layers: int) -> Iterator[tuple[int, int, int]]:
-    """Yield all (width, replicas, stages) of a cluster. A replica's stage is sharded over `width` machines of a box."""
+    """Yield all (width, replicas, stages) of a cluster for a model of so many layers.
+
+    A replica's stage is sharded over `width` machines of a box.
+    """
     for width in (n for n in range(1, cluster.per_box + 1) if cluster.per_box % n == 0):
         shards = cluster.nodes // width
         for stages in (n for n in range(1, min(shards, layers) + 1) if shards % n == 0):
@@ -254,13 +262,13 @@ def grids(cluster: Cluster, layers: int) -> Iterator[tuple[int, int, int]]:
 
 
 def _held_gb(config: RunConfig, width: int) -> float:
-    """Return the GB of a machine, which holds a shard of what a whole one would, and two layers that are gathered."""
+    """Return the memory of a machine in 10^9 bytes: a shard of what it would hold alone, and two gathered layers."""
     gathered = 2 * 4 * parameters(config.model).total / config.model.layers if width > 1 else 0
     return (node_bytes(config) / width + gathered) / 1e9
 
 
 def _slower(config: RunConfig, compute: Sequence[tuple[float, float]], width: int, mbit_per_s: float) -> float:
-    """Return the factor by which sharding lengthens a step's computing, behind which its messages are hidden.
+    """Return the factor by which sharding lengthens a step's computing, which hides its messages.
 
     A machine gathers its stage's weights in bf16 for each pass of a micro-batch, and scatters the gradients in fp32.
     The factor is 1 as long as all of that takes less time than computing does.
@@ -282,6 +290,7 @@ def _row(
     penalty: Penalty,
     back: tuple[float, float, float],
 ) -> dict[str, Any]:
+    """Return the row of a configuration in the table of a plan; `back` are the factors of `Penalties.buy_back`."""
     speed = cluster.tflops * 1e12 * width
     compute = [(f / speed, b / speed) for f, b in stage_flops(config)]
     slower = _slower(config, compute, width, cluster.inside_mbit_per_s)
@@ -319,8 +328,8 @@ def overlapped_days(cluster: Cluster, job: Job) -> float:
     """Return the days that data-parallel training takes at least if its gradients travel while it computes.
 
     They do so in bf16, in a ring of the machines, or of the boxes, during the backward pass, as PyTorch's
-    DistributedDataParallel with its hook can send them; memory is not asked, nor latency. Rows of `plan` send them in
-    fp32 and after the backward pass, as `lowcomm train` does.
+    DistributedDataParallel with its hook can send them; neither memory nor latency is considered. Rows of `plan` send
+    them in fp32 and after the backward pass, as `lowcomm train` does.
     """
     flops = training_flops(job.model, 1, job.model.seq_len) * job.global_batch
     computing = flops / (cluster.nodes * cluster.tflops * 1e12) / (cluster.slow_speed if cluster.slow else 1.0)
@@ -333,16 +342,16 @@ def overlapped_days(cluster: Cluster, job: Job) -> float:
 
 
 def front(days: Sequence[float], loss: Sequence[float]) -> list[bool]:
-    """Tell of each point whether no other is at least as good in both and better in one."""
+    """Tell of each point (days, loss) whether no other is at least as low in both and lower in one."""
     points = list(zip(days, loss, strict=True))
     return [not any((d <= x and v < y) or (d < x and v <= y) for d, v in points) for x, y in points]
 
 
 def known_front(table: pd.DataFrame) -> pd.Series:
-    """Tell of each row whether no other is both faster and better at equal tokens.
+    """Tell of each row of a plan's table whether no other is both faster and better at equal tokens.
 
-    Of those that reach the loss of data-parallel training at one deviation above their likely loss: else what is hardly
-    known would stand before what is.
+    Only those rows count that reach the loss of data-parallel training at one deviation above their likely loss: else
+    what is hardly known would stand before what is. Of the others it is false.
     """
     known = table[table.days_to_equal_loss_high < math.inf]
     on = pd.Series(front(list(known.days), list(known.loss_percent)), index=known.index, dtype=bool)
@@ -361,7 +370,7 @@ SINCE = {
 
 
 def moves_front(table: pd.DataFrame) -> list[str]:
-    """Say of each ingredient that is newer than the four papers what the best row would be without it.
+    """Return a line for each ingredient that is newer than the four papers: what the best row would be without it.
 
     Best is what takes the fewest days to equal loss at the high end, as in the table.
     """
@@ -384,7 +393,7 @@ def moves_front(table: pd.DataFrame) -> list[str]:
 
 
 def shown(table: pd.DataFrame) -> pd.DataFrame:
-    """Return a plan's table for people, with what its rows cost where a machine's hour has a price."""
+    """Return a plan's table in the form in which it is printed, with a column of costs where a machine has a price."""
     found = pd.DataFrame(
         {
             "method": table.method,
@@ -415,7 +424,10 @@ def shown(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def shown_parts(parts: dict[str, Penalty], amounts: dict[str, float]) -> pd.DataFrame:
-    """Return for people what the loss of a configuration is made of: each ingredient, whence and from how far."""
+    """Return a table to print of what the loss of a configuration is made of.
+
+    It has a row for each ingredient: its penalty, the source that measured it, and how far from the configuration.
+    """
     rows = [
         {
             "ingredient": name if amounts[name] == 1 else f"{name}, {amounts[name]:g}",
@@ -429,7 +441,7 @@ def shown_parts(parts: dict[str, Penalty], amounts: dict[str, float]) -> pd.Data
 
 
 def measured_penalties() -> Path:
-    """Return the file of penalties of this installation: of the checkout around it, or as it was installed."""
+    """Return the path of the table of penalties: that of the checkout around this file, or else the installed one."""
     inner = Path("results/ladder/penalties.csv")
     checkout = Path(__file__).resolve().parents[2] / inner
     return checkout if checkout.exists() else Path(sys.prefix) / "share" / "lowcomm" / inner.name
@@ -456,10 +468,10 @@ the slowest."""
 
 
 def model_of(asked: str, seq_len: int = 0) -> ModelConfig:
-    """Return the model that a word names: a preset, a folder with a Hugging Face config.json, or "dim=512,layers=8".
+    """Return the model that `asked` names: a preset, a folder with a Hugging Face config.json, or "dim=512,layers=8".
 
-    seq_len: the length of training sequences; by default that of a preset, of a shape what it says, and of a folder at
-    most 4,096. Raises ConfigError.
+    seq_len: the length of training sequences in tokens; 0 means that of the preset or of the shape, or of the folder's
+    model, at most 4,096. Raises ConfigError where there is no such model.
     """
     if asked in PRESETS:
         model = PRESETS[asked]
@@ -484,7 +496,7 @@ def model_of(asked: str, seq_len: int = 0) -> ModelConfig:
 
 
 def question(cluster: Cluster, job: Job, name: str) -> str:
-    """Return the question that is asked, in words: the machines, their links, the model and its training."""
+    """Return a description in words of what is planned: the machines, their links, the model and its training."""
     links = cluster.links
     one = cluster.nodes == 1
     count, verb = ("1 machine", "sustains") if one else (f"{cluster.nodes} machines", "sustain")
@@ -515,10 +527,10 @@ TEXT, LEARNING_RATE = "corpus/*.txt", 1e-3
 
 
 def write_project(row: Any, job: Job, folder: Path) -> None:
-    """Write a params.yaml with one run, "planned": a row of a plan as `lowcomm train` runs it.
+    """Write a params.yaml into `folder`, with one run, "planned": a row of a plan as `lowcomm train` runs it.
 
-    Rows whose stages are sharded (width above 1) are for a training loop of one's own. Raises ConfigError for these,
-    and where there is a params.yaml already.
+    Rows whose stages are sharded (width above 1) need a training loop of one's own. Raises ConfigError where the row is
+    such a one, and where there is a params.yaml already.
     """
     file = folder / "params.yaml"
     if row.width > 1:
@@ -555,7 +567,8 @@ def write_project(row: Any, job: Job, folder: Path) -> None:
 def command(row: Any, cluster: Cluster) -> str:
     """Return the command that trains a row, the same on each machine or box, in a project that `write_project` made.
 
-    Where machines are not equally fast and the row is of local updates, each has a slot of its own.
+    Where machines are not equally fast and whole models train by local updates, there are two: one starts the store,
+    the other is run on each machine, with a slot of its own.
     """
     if cluster.slow and row.sync_every_steps and row.stages == 1:
         gpu = "CUDA_VISIBLE_DEVICES=K " if cluster.per_box > 1 else ""
@@ -574,7 +587,7 @@ def command(row: Any, cluster: Cluster) -> str:
 
 
 def arguments() -> argparse.ArgumentParser:
-    """Return what the command understands."""
+    """Return the parser of the arguments of `lowcomm plan`."""
     ask = argparse.ArgumentParser(prog="lowcomm plan", description=__doc__.splitlines()[0])
     number = functools.partial(ask.add_argument, type=float)
     ask.add_argument("--nodes", type=int, required=True)
@@ -607,7 +620,10 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def asked_by(given: argparse.Namespace) -> tuple[Cluster, Job]:
-    """Return what the words of a command ask about. Raises ConfigError and ValueError."""
+    """Return the cluster and the job that the arguments of a command describe.
+
+    Raises ConfigError or ValueError where they describe none.
+    """
     links = Links(given.mbit_per_s, given.latency_ms, given.jitter, given.stragglers)
     inside = (given.per_box, given.inside_mbit_per_s)
     cluster = Cluster(
@@ -619,7 +635,10 @@ def asked_by(given: argparse.Namespace) -> tuple[Cluster, Job]:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """The command."""
+    """Run `lowcomm plan` with the arguments `words` (None: those of the process), and return its exit status.
+
+    The process exits with status 2 where arguments are invalid, and with status 1 where nothing fits.
+    """
     given = (ask := arguments()).parse_args(words)
     if given.rows < 1:
         ask.exit(2, f"--rows must be at least 1, got {given.rows}\n")
@@ -668,7 +687,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _if_smaller(cluster: Cluster, job: Job, penalties: Penalties) -> str:
-    """Say, where nothing fits, whether the smallest batch would."""
+    """Say, where nothing fits, whether the smallest batch would; "" where the batch is the smallest already."""
     if job.global_batch <= cluster.nodes:
         return ""
     fits = not plan(cluster, replace(job, global_batch=cluster.nodes), penalties).empty
@@ -676,7 +695,7 @@ def _if_smaller(cluster: Cluster, job: Job, penalties: Penalties) -> str:
 
 
 def _overlapped(table: pd.DataFrame, days: float) -> str:
-    """Say what data-parallel training takes where gradients are sent better than in the rows of a plan."""
+    """Say how many days data-parallel training takes where gradients are sent better than in the rows of a plan."""
     than = "sooner than any row reaches that loss" if days < table.days_to_equal_loss_high.min() else "at least"
     return (
         "Rows of gradients send them in fp32 after the backward pass, as `lowcomm train` does. In bf16 and during the"
@@ -685,9 +704,9 @@ def _overlapped(table: pd.DataFrame, days: float) -> str:
 
 
 def _how_to_run(table: pd.DataFrame, cluster: Cluster, job: Job, folder: Path | None) -> int:
-    """Say how the first row is run, and write its project where one is asked for.
+    """Print how the first row is run, write its project into `folder` if there is one, and return the exit status.
 
-    What shards its stages is no run of the command: then it is said, and the first row that does not is taken.
+    A row that shards its stages is no run of `lowcomm train`: that is printed, and the first other row is taken.
     """
     row, which = next(table.itertuples()), "the first row"
     if row.width > 1:

@@ -42,7 +42,10 @@ from lowcomm.model.config import stage_layers
 
 @dataclass(frozen=True)
 class Links:
-    """The link between any two machines. Ratios are standard deviation over mean."""
+    """The link between any two machines; `jitter` and `stragglers` are ratios of standard deviation to mean.
+
+    Raises ValueError where a number is out of range.
+    """
 
     mbit_per_s: ArrayLike
     latency_ms: float = 0.0
@@ -58,12 +61,11 @@ class Links:
 
 
 def stage_flops(config: RunConfig) -> list[tuple[float, float]]:
-    """FLOPs of a micro-batch at each stage: (forward, backward).
+    """Return the FLOPs (forward, backward) of a micro-batch at each stage.
 
-    What messages take, and keeping to a subspace, is counted with the backward, as much at each stage.
-
-    At a pipeline's last stage the way back through the head is among the forward passes, as `pipeline` has it. Raises
-    ValueError for re-parametrised models, whose products with U are not counted stage by stage.
+    Those of compressing messages and of keeping to a subspace are counted with the backward pass, equally at each
+    stage. At a pipeline's last stage the way back through the head is among the forward passes, as `pipeline` has it.
+    Raises ValueError for re-parametrised models, whose products with U are not counted stage by stage.
     """
     if config.method.boundary.mode == "reparametrised":
         raise ValueError("re-parametrised models are not predicted: method.boundary.mode = reparametrised")
@@ -96,9 +98,9 @@ def stage_flops(config: RunConfig) -> list[tuple[float, float]]:
 
 
 def message_bytes(config: RunConfig, replica: int = 0) -> tuple[int, int]:
-    """Bytes of a micro-batch's activations and of their gradients at a boundary of a replica, in the boundary's codec.
+    """Return the bytes of a micro-batch's messages at a boundary of a replica: (activations, gradients).
 
-    That is fp32 unless it is named, under bf16 autocast as well.
+    They are in the boundary's codec, which is fp32 unless another is set, under bf16 autocast as well.
     """
     boundary = make_boundary(config.method.boundary.of_replica(replica), config.model)
     tokens = config.local_batch // config.train.accumulation * config.train.seq_len
@@ -106,7 +108,10 @@ def message_bytes(config: RunConfig, replica: int = 0) -> tuple[int, int]:
 
 
 def kinds_of_stage(config: RunConfig) -> dict[int, int]:
-    """Stages that differ, in whether they are the first or the last and in their layers -> how many are like each."""
+    """Return {first stage of a kind: number of stages of that kind}.
+
+    Stages are of one kind where they have equally many layers and are alike in being the first, the last or neither.
+    """
     kinds: dict[tuple[bool, bool, int], list[int]] = {}
     for stage in range(config.stages):
         layers = len(stage_layers(config.model.layers, config.stages, stage))
@@ -115,13 +120,13 @@ def kinds_of_stage(config: RunConfig) -> dict[int, int]:
 
 
 def stage_numel(config: RunConfig, stage: int) -> int:
-    """Parameters of a stage."""
+    """Return the number of parameters of a stage."""
     return parameters(config.model, config.constraint, stage=stage, stages=config.stages).total
 
 
 @dataclass(frozen=True)
 class Turn:
-    """The bytes that a rank sends for a purpose at a turn of a fragment: in the mean of all replicas, and at most."""
+    """The bytes that a rank sends for a purpose at a turn of a fragment: the mean over all replicas, and the most."""
 
     mean: float
     most: int
@@ -129,7 +134,7 @@ class Turn:
 
 
 def turns(config: RunConfig, stage: int) -> list[dict[str, Turn]]:
-    """Return what each fragment of a stage sends at its second turn, as at all after it, by purpose."""
+    """Return, for each fragment of a stage, what a rank sends at the second turn and at all later ones, by purpose."""
     return _turns(config.plan(stage))
 
 
@@ -145,14 +150,17 @@ def _turns(plan: Plan) -> list[dict[str, Turn]]:
 
 
 def _met(config: RunConfig) -> int:
-    """How many replicas wait for each other; the most, where groups are not all as large."""
+    """Return how many replicas wait for each other: those of the largest group, where groups differ in size."""
     if config.exchanges_parameters:
         return config.plan().peers.most(config.replicas)
     return 1 if config.method.exchange == "none" else config.replicas
 
 
 def _moved_bytes(config: RunConfig) -> tuple[float, float]:
-    """Bytes per step of moving the subspace: (of a last stage's rank to the others, to its own pipeline's stages)."""
+    """Return the bytes per step that a rank of the last stage sends to move the subspace, 0.0 where it does not move.
+
+    They are (bytes to the other replicas, bytes to the stages of its own pipeline).
+    """
     every = config.method.boundary.update_every_steps
     if not every:
         return 0.0, 0.0
@@ -161,9 +169,9 @@ def _moved_bytes(config: RunConfig) -> tuple[float, float]:
 
 
 def sent_per_step(config: RunConfig) -> tuple[float, float]:
-    """Bytes that all ranks together send in a step: (between replicas, between stages).
+    """Return the bytes that all ranks together send per step: (between replicas, between stages).
 
-    Apart from evaluation, and from the norm of the gradients, which is a number.
+    Evaluation is not counted, nor the norm of the gradients, which is a single number.
     """
     m, replicas = config.method, config.replicas
     among, between = (replicas * nbytes for nbytes in _moved_bytes(config))
@@ -183,10 +191,11 @@ def sent_per_step(config: RunConfig) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The time of one inner step, its share of exchanges included; arrays where the rate was one.
+    """The time of one inner step, its share of exchanges included; fields are arrays where the links' rate is one.
 
-    step_seconds: from one step to the next. utilisation: share of it that a machine computes, mean over machines, fast
-    and slow ones alike. trained: which share of a step's global batch is trained on in it.
+    step_seconds: from one step to the next. utilisation: the share of it in which a machine computes, the mean over
+    machines, fast and slow ones alike. trained: the share of a step's global batch that is trained on in it, which is
+    below 1 where slow replicas take fewer inner steps.
     """
 
     step_seconds: NDArray[np.float64]
@@ -201,16 +210,16 @@ def predict(
     within: Links | Sequence[Links] | None = None,
     speeds: Sequence[float] | None = None,
 ) -> Prediction:
-    """How long a step takes.
+    """Return how long a step of a run takes, and how much of that time machines compute.
 
     compute: seconds (forward, backward) of a micro-batch at each stage, e.g. `stage_flops` over a machine's FLOP/s.
     links: between replicas; and between the stages of one, unless `within` has others, for all boundaries or for each.
-    speeds: of each replica, as a share of that. All wait for the slowest, but where whole models train by local
-    updates: there each takes as many inner steps from one turn of a fragment to the next as leave nobody waiting, and
-    one or more (`lowcomm.methods.elastic`).
+    speeds: of each replica, as a share of the speed that `compute` stands for (None: 1). All wait for the slowest, but
+    where whole models train by local updates: there each takes as many inner steps from one turn of a fragment to the
+    next as leave nobody waiting, and one or more (`lowcomm.methods.elastic`).
 
-    Raises ValueError for sharded models, whose traffic is FSDP2's own, and for speeds that are not one for each
-    replica, above 0 and at most 1.
+    Raises ValueError for sharded models, whose traffic is FSDP2's own; where `compute` or `within` is not as long as
+    there are stages or boundaries; and for speeds that are not one for each replica, above 0 and at most 1.
     """
     if speeds is not None:
         if len(speeds) != config.replicas or not all(0 < speed <= 1 for speed in speeds):
@@ -264,13 +273,13 @@ _once = functools.lru_cache(maxsize=256)(gpipe_step)
 
 
 def _numbers(values: ArrayLike) -> Seconds:
-    """Return values in fp64, a single one as a number."""
+    """Return values as an fp64 array, or a single one as a float."""
     found = np.asarray(values, dtype=np.float64)
     return found if found.ndim else float(found)
 
 
 def _zeros(like: Seconds) -> Seconds:
-    """Return zeros of the same kind, also where a rate is infinite."""
+    """Return 0.0 for a number, and zeros of the same shape for an array, also where `like` is infinite."""
     return 0.0 if isinstance(like, float) else np.zeros_like(like)
 
 
@@ -294,10 +303,10 @@ def _uneven(config: RunConfig, stragglers: float) -> float:
 
 
 def _with_turns(config: RunConfig, pipeline: Seconds, bits_per_second: Seconds, wait: float) -> Seconds:
-    """Return the seconds per step where fragments take turns, once it has settled: of the third and fourth round.
+    """Return the seconds per step where fragments take turns, as the mean of the third and fourth round.
 
-    Stages end a step together, as the norm of their gradients is one. Steps after which nothing is sent or awaited are
-    not gone through, so that a long round takes no longer than a short one.
+    By then the time has settled. Stages end a step together, as the norm of their gradients is one. Steps after which
+    nothing is sent or awaited are not gone through, so that a long round takes no longer to predict than a short one.
     """
     timeline, stages = Timeline(), list(kinds_of_stage(config))
     parts = {s: turns(config, s) for s in stages}

@@ -5,9 +5,8 @@ is computing, and is kept; what the wire takes is worked out anew, with the link
 
     finished = max(wire free, all members have submitted) + phases * latency + 8 S / rate
 
-where S are the bytes that the rank sent in the verb, or those that it took, if more. A
-phase is one swap of messages: a mean is two, of shares and of their sums. A message from one rank to another leaves its
-sender free, and arrives
+where S are the bytes that the rank sent in the verb, or those that it took, if more. A phase is one swap of messages: a
+mean is two, of shares and of their sums. A message from one rank to another leaves its sender free, and arrives at
 
     arrival = max(sender's wire free, submitted) + 8 S / rate + latency
 
@@ -38,9 +37,9 @@ BESIDES = ("evaluation", "summary", "analysis")
 
 @dataclass(frozen=True)
 class Replay:
-    """Seconds from the first event of the traces to the last, and the share of them spent computing, mean over ranks.
+    """The seconds from the first event of the traces to the last, and the share of them that ranks spend computing.
 
-    Arrays where the link was one.
+    `utilisation` is the mean over ranks. Both are arrays where the link's rate is one.
     """
 
     seconds: NDArray[np.float64]
@@ -48,7 +47,10 @@ class Replay:
 
 
 def read_traces(times: Path) -> list[list[Span]]:
-    """The traces that a run with `comm.trace` left in its folder for times, in rank order. Raises ValueError."""
+    """Return the traces that a run with `comm.trace` left in its folder for times, in rank order.
+
+    Raises ValueError where there is none.
+    """
     paths = sorted(times.glob("trace-*.jsonl"))
     if not paths:
         raise ValueError(f"no trace in {times}: train with comm.trace = true")
@@ -60,9 +62,9 @@ def _span(row: dict[str, Any]) -> Span:
 
 
 def window(traces: Sequence[Sequence[Span]], first: int, last: int) -> list[list[Span]]:
-    """The training steps from `first` to `last` of traces: what was sent in them, evaluation and the like apart.
+    """Return the spans of the training steps from `first` to `last`, both included, without evaluation and the like.
 
-    What is only waited for later is sent, but nobody waits for it: its wait is put off for ever.
+    What is only waited for after `last` is sent, but nobody waits for it: its `entered_wait` is infinite.
     """
     found = []
     for trace in traces:
@@ -73,7 +75,7 @@ def window(traces: Sequence[Sequence[Span]], first: int, last: int) -> list[list
 
 
 def _key(span: Span) -> tuple[str, str, tuple[int, ...]]:
-    """Return the name of a verb that all who take part in it use, and nobody else."""
+    """Return a key of a verb that all ranks that take part in it share, and no other verb has."""
     return span.axis, span.verb, span.ranks
 
 
@@ -86,7 +88,10 @@ def recorded(traces: Sequence[Sequence[Span]]) -> Replay:
 
 
 def hidden(traces: Sequence[Sequence[Span]], purpose: str) -> float:
-    """Share of the time that transfers took during which no rank waited for them."""
+    """Return the share of the time of a purpose's transfers in which no rank waited for them.
+
+    It is 1.0 where there were none.
+    """
     spans = [s for t in traces for s in t if s.purpose == purpose]
     took = sum(s.finished - s.submitted for s in spans)
     return 1 - sum(map(_waited, spans)) / took if took else 1.0
@@ -97,7 +102,7 @@ def _waited(span: Span) -> float:
 
 
 def _program(trace: Sequence[Span], begin: float) -> list[tuple[float, str, Span]]:
-    """(seconds of computing before it, "submit" or "wait", span), in the order in which the rank did them."""
+    """Return what a rank did from `begin` on, in order, as (seconds of computing before, "submit" or "wait", span)."""
     events = [(s.submitted, 0, "submit", s) for s in trace]
     events += [(s.entered_wait, 1, "wait", s) for s in trace if s.entered_wait < math.inf]
     events.sort(key=lambda e: e[:2])
@@ -116,16 +121,19 @@ def replay(
     slowdown: Sequence[float] | None = None,
     tcp: bool = False,
 ) -> Replay:
-    """The run of these traces over other links; control traffic (the world axis) stays free, as it was.
+    """Return the time and the utilisation that the run of these traces would have over other links.
+
+    Control traffic (the world axis) stays free, as it was.
 
     Args:
         traces: of all ranks, in rank order.
-        gbit_per_s: of a rank's wire on each axis; infinity is free. May be an array.
-        slowdown: factors on each rank's computing, for stragglers.
+        gbit_per_s: the rate of a rank's wire on each axis; infinity is free. May be an array.
+        latency_s: of a message, one way.
+        slowdown: factors on each rank's computing, for stragglers (None: 1).
         tcp: what is sent has TCP's headers, begins slowly where nothing was sent for a while, and waits for its
             receiver's word. Traces should begin with the run then, as connections do.
 
-    Raises ValueError where traces do not fit together.
+    Raises ValueError where traces do not fit together, or slowdowns are not one for each rank.
     """
     rate = np.asarray(gbit_per_s, dtype=np.float64) * 1e9
     slow = [1.0] * len(traces) if slowdown is None else list(slowdown)
@@ -190,17 +198,18 @@ class _Wires:
         self._connections: dict[tuple, Connection] = {}
 
     def message(self, span: Span, nbytes: float, begin: Seconds) -> Seconds:
-        """Return for how many seconds bytes that leave at once, to all peers, occupy the wire of the span's rank."""
+        """Return for how many seconds bytes that leave together at `begin`, to all peers, occupy the rank's wire."""
         if not self.tcp or not nbytes:
             return 8 * nbytes / self.rate
         return self._connection(span).seconds(nbytes, self.rate, self.latency_s, begin)
 
     def _connection(self, span: Span) -> Connection:
+        """Return the connections of the span's rank to its peers, the same ones on every axis."""
         peers = tuple(r for r in span.ranks if r != span.rank)
         return self._connections.setdefault((span.rank, peers), Connection(len(peers)))  # whatever the axis, as gloo's
 
     def finished(self, timeline: Timeline, spans: dict[int, Span], submitted: dict[int, Seconds]) -> dict[int, Seconds]:
-        """Return, by rank, when a verb that all of its ranks have submitted has arrived there."""
+        """Return, by rank, the time at which a verb that all of its ranks have submitted has arrived there."""
         if any(s.axis == "world" for s in spans.values()):
             return {
                 r: timeline.add((s.axis, r), np.zeros_like(self.rate), submitted.values()) for r, s in spans.items()
@@ -216,7 +225,7 @@ class _Wires:
     def _with_words(
         self, timeline: Timeline, spans: dict[int, Span], submitted: dict[int, Seconds]
     ) -> dict[int, Seconds]:
-        """Return the same over TCP: what a rank is to have leaves when its word has come; then phase follows phase."""
+        """Return the same over TCP: the first phase waits a latency for the receivers' word, later phases do not."""
         done: dict[int, Seconds] = {}
         for r, s in spans.items():
             self._connection(s).resume(self.latency_s, submitted[r])
@@ -234,5 +243,5 @@ class _Wires:
 
 
 def _most(span: Span) -> int:
-    """Return the bytes that a rank sends in a verb, or those that it takes, if these are more."""
+    """Return the bytes that a rank sends in a verb, or those that it takes, whichever are more."""
     return max(span.nbytes, span.taken)

@@ -7,7 +7,7 @@ added:
     end   = begin + seconds
 
 Because the order is given, one pass is exact and needs no queue of events; and because nothing branches on a time,
-times may be arrays, one entry a bandwidth or a random draw: a sweep is one pass too.
+times may be arrays, one entry per bandwidth or random draw: a sweep is one pass too.
 
 `train_steps` is the simulator of Streaming DiLoCo (section 3.1, Figure 3). A step of L layers is L forward nodes, L
 backward nodes for parameters and L - 1 for activations (the first layer needs none), all of equal length, and a
@@ -43,14 +43,17 @@ class Node:
 
 
 class Timeline:
-    """Resources and when each is free. With `keep`, `nodes` has all work in the order added."""
+    """The resources of a simulation, and when each is free; times are in seconds.
+
+    With `keep`, `nodes` holds all work in the order in which it was added; else it is None.
+    """
 
     def __init__(self, *, keep: bool = False):
         self._free: dict[Any, Seconds] = defaultdict(float)
         self.nodes: list[Node] | None = [] if keep else None
 
     def add(self, resource: Any, seconds: Seconds, after: Iterable[Seconds] = (), label: Any = None) -> Seconds:
-        """Queue work on `resource`; returns when it ends. `after`: ends of what it waits for."""
+        """Queue `seconds` of work on `resource`, to begin after the times `after`, and return when it ends."""
         begin = self._free[resource]
         for end in after:  # numbers are many times faster than arrays of one
             are_numbers = isinstance(begin, float) and isinstance(end, float)
@@ -61,17 +64,17 @@ class Timeline:
         return end
 
     def free(self, resource: Any) -> Seconds:
-        """When `resource` has done all its work."""
+        """Return when `resource` has done all of its work; 0 where it has none."""
         return self._free[resource]
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A model as the simulator sees it: equal layers."""
+    """The training of a model of equal layers, as the simulator sees it."""
 
     layers: int
     parameters: float
-    step_seconds: float  # computing alone
+    step_seconds: float  # of computing alone
 
     def __post_init__(self) -> None:
         if self.layers < 1 or self.step_seconds <= 0 or self.parameters < 0:
@@ -80,11 +83,12 @@ class Workload:
 
 @dataclass(frozen=True)
 class Exchange:
-    """The exchanges of a method. Layers in no fragment are never sent; a fragment may be empty (the embedding).
+    """The exchanges of a method: which layers are sent together, and how often.
 
-    `bits_per_parameter` is what a ring moves of each parameter, in both of its phases. With a `codec`, what `World`
-    sends is counted instead: encoded values gathered or reduced in shares (`comm.shares.encoded_mean_bytes`). For two
-    replicas both are the same; more send more than a ring would.
+    Layers in no fragment are never sent; a fragment may be empty (the embedding's). `bits_per_parameter` is what a ring
+    moves of each parameter, in both of its phases. With a `codec`, what `World` sends is counted instead: encoded
+    values gathered or reduced in shares (`comm.shares.encoded_mean_bytes`). For two replicas both are the same; more
+    send more than a ring would.
     """
 
     fragments: tuple[tuple[int, ...], ...]
@@ -104,7 +108,7 @@ class Exchange:
             raise ValueError(f"fragments {self.fragments} share a layer")
 
     def reduction(self, numel: float, replicas: int, bits_per_second: Seconds, latency_s: float = 0.0) -> Seconds:
-        """Seconds to reduce `numel` parameters over `replicas`."""
+        """Return the seconds that it takes to reduce `numel` parameters over `replicas`; 0.0 for one replica."""
         if self.codec is None:
             return ring_seconds(numel * self.bits_per_parameter / 8, replicas, bits_per_second, latency_s)
         if replicas == 1:
@@ -115,19 +119,22 @@ class Exchange:
 
 
 def data_parallel(layers: int, **kwargs: float) -> Exchange:
-    """Every layer's gradient, every step."""
+    """Return the exchange of data-parallel training: the gradients of all layers, after every step."""
     return Exchange((tuple(range(layers)),), 1, **kwargs)
 
 
 def diloco(layers: int, sync_every_steps: int, **kwargs: float) -> Exchange:
-    """Every layer, every H steps."""
+    """Return the exchange of DiLoCo: all layers, every `sync_every_steps` (H) steps."""
     return Exchange((tuple(range(layers)),), sync_every_steps, **kwargs)
 
 
 def streaming(
     layers: int, sync_every_steps: int, *, layers_per_fragment: int, pattern: Pattern = "strided", **kwargs: float
 ) -> Exchange:
-    """Fragments of layers in turn. The embedding takes its turn too, but is no layer: its time is not counted."""
+    """Return the exchange of Streaming DiLoCo: fragments of layers, in turn.
+
+    The embedding takes its turn too, but is no layer: its time is not counted.
+    """
     return Exchange((*layer_fragments(layers, layers_per_fragment, pattern), ()), sync_every_steps, **kwargs)
 
 
@@ -138,10 +145,10 @@ def train_steps(
     steps: Iterable[int],
     reduction: Seconds,
 ) -> list[Seconds]:
-    """Put training steps (numbered from 1) on resources "compute" and "link"; returns when each step began.
+    """Put training steps (numbered from 1) on resources "compute" and "link", and return when each step began.
 
     `reduction`: seconds to reduce one layer. Labels are (kind, step, layer), kinds "forward", "activations",
-    "parameters" and "reduce".
+    "parameters" and "reduce". Raises ValueError where a fragment holds a layer that the model does not have.
     """
     schedule = Schedule(len(exchange.fragments), exchange.sync_every_steps)
     if (last := max((max(f, default=0) for f in exchange.fragments), default=0)) >= work.layers:
@@ -175,9 +182,10 @@ def compute_utilisation(
     latency_s: float = 0.0,
     rounds: int = 2,
 ) -> NDArray[np.float64]:
-    """Share of time spent computing once training has settled, for each bandwidth.
+    """Return the share of time that is spent computing once training has settled, for each bandwidth.
 
-    One round of H steps (at least 30) goes by first; what then takes `rounds` rounds is compared with their computing.
+    After a span of at least 30 steps, in whole rounds of H, the time of `rounds` further such spans is compared with
+    that of their computing. Raises ValueError where `replicas` is below 1.
     """
     if replicas < 1:
         raise ValueError(f"replicas must be at least 1, got {replicas}")
@@ -191,21 +199,24 @@ def compute_utilisation(
 
 
 def bandwidth_needed(utilisation: NDArray[np.float64], gbit_per_s: NDArray[np.float64], level: float) -> float:
-    """The smallest of the bandwidths (ascending) at which `level` is reached; infinite where none does."""
+    """Return the lowest of the bandwidths, in ascending order, at which utilisation reaches `level`.
+
+    It is infinite where none does.
+    """
     reached = utilisation >= level
     return float(gbit_per_s[np.argmax(reached)]) if reached.any() else float("inf")
 
 
 @dataclass(frozen=True)
 class Stages:
-    """A pipeline as the simulator sees it: seconds of one micro-batch, stage by stage and boundary by boundary.
+    """A pipeline as the simulator sees it: the seconds of one micro-batch, for each stage and for each boundary.
 
     Boundary b lies between stages b and b + 1, and has a wire of its own each way. Times may be arrays.
     """
 
     forward: tuple[Seconds, ...]
     backward: tuple[Seconds, ...]
-    activations: tuple[Seconds, ...]  # on the wire
+    activations: tuple[Seconds, ...]  # of each boundary, on the wire
     gradients: tuple[Seconds, ...]
     latency: tuple[Seconds, ...]  # of each boundary, one way
 
@@ -219,10 +230,11 @@ class Stages:
 
 
 def gpipe_step(p: Stages, micro_batches: int, *, overlap: bool = True, timeline: Timeline | None = None) -> Seconds:
-    """Seconds of a training step in GPipe's order: all micro-batches forward, then all backward.
+    """Return the seconds of a training step in GPipe's order: all micro-batches forward, then all backward.
 
-    Without `overlap` a stage stands still while it sends. Labels are (kind, micro-batch); resources ("stage", s) and
-    ("forward" or "backward", b). With equal stages and free wires, (M + S - 1) (forward + backward).
+    Without `overlap` a stage stands still while it sends. On the timeline labels are (kind, micro-batch), and resources
+    ("stage", s) and ("forward" or "backward", b). With S equal stages, M micro-batches and free wires a step takes
+    (M + S - 1) (forward + backward).
     """
     timeline = timeline or Timeline()
     stages, ends = len(p.forward), []
@@ -252,8 +264,8 @@ def gpipe_step(p: Stages, micro_batches: int, *, overlap: bool = True, timeline:
 def decode_seconds(p: Stages, groups: int, back: Seconds, *, tokens: int = 64) -> Seconds:
     """Return the seconds per token of pipelined inference, once it has settled.
 
-    `groups` of sequences go round the stages. `forward` and `activations` are those of one group's token; `back` is
-    what its token takes to the first stage.
+    `groups` groups of sequences go round the stages. `forward` and `activations` are those of one group's token; `back`
+    are the seconds that its token takes from the last stage to the first. `tokens` are timed after as many others.
     """
     timeline, there, ends = Timeline(), [0.0] * groups, []
     for _ in range(2 * tokens):

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def si_bytes(nbytes: float) -> str:
-    """Bytes in decimal units, three significant digits."""
+    """Return a number of bytes as text, in decimal units and with three significant digits: "1.5 MB"."""
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if abs(nbytes) < 1000 or unit == "TB":
             return f"{nbytes:.3g} {unit}"
@@ -18,7 +18,7 @@ def si_bytes(nbytes: float) -> str:
 
 
 def markdown(table: pd.DataFrame) -> str:
-    """A table as GitHub markdown; missing cells are a dash."""
+    """Return a table as GitHub markdown, without its index; missing cells are a dash."""
     head = "| " + " | ".join(map(str, table.columns)) + " |"
     rule = "|" + "---|" * len(table.columns)
     cells = table.astype(object).where(table.notna(), "-")

@@ -1,4 +1,4 @@
-"""What TCP and gloo make of a link: headers around what is sent, a window that opens step by step, a word before it.
+"""The effect of TCP and gloo on a link: headers, a window that opens step by step, and a word that is waited for.
 
 A sender may have a window of bytes on their way that nobody has acknowledged. It begins with ten segments (RFC 6928),
 and doubles with every round trip in which it was full (slow start, RFC 5681), until it is what the link holds in a
@@ -40,10 +40,10 @@ LEAST_TIMEOUT_S = 0.2
 
 @dataclass
 class Connection:
-    """One side of one connection, or of as many as are used at once: `count` windows add up.
+    """The sending side of a connection, or of `count` connections that are used at once, whose windows add up.
 
-    Attributes: `window`, the bytes that may be on their way; `ended`, when it was last sent on. They may be arrays, one
-    entry for each rate.
+    Attributes: `window`, the bytes that may be on their way; `ended`, when something was last sent, in seconds. They
+    may be arrays, with one entry for each rate.
     """
 
     count: int = 1
@@ -53,7 +53,7 @@ class Connection:
     def seconds(self, nbytes: float, rate: Seconds, latency_s: float, begin: Seconds) -> Seconds:
         """Return for how many seconds from `begin` the link is occupied until `nbytes` have left, at `rate` bits/s.
 
-        The latency until the last of them has arrived is not counted.
+        The latency until the last of them has arrived is not counted. `window` and `ended` are brought up to date.
         """
         self.resume(latency_s, begin)
         window, rtt = self.window, 2 * latency_s
@@ -68,7 +68,10 @@ class Connection:
         return took
 
     def resume(self, latency_s: float, at: Seconds) -> None:
-        """Send something, if only a word, after a pause: the window is what the pause has left of it."""
+        """End a pause at the time `at`, in seconds, as whatever is sent does, even a word.
+
+        The window becomes what the pause has left of it.
+        """
         pauses = np.floor((at - self.ended) / (2 * latency_s + LEAST_TIMEOUT_S))
         self.window = np.maximum(self.count * float(INITIAL), self.window / 2.0 ** np.clip(pauses, 0, 60))
         self.ended = np.maximum(self.ended, at)

@@ -5,9 +5,9 @@ B is the global batch; row r of every global batch comes from lane r, which walk
 an order drawn from (seed, lane, epoch). Replica m owns lanes m B/M to (m+1) B/M, so replicas
 never see each other's windows, and the global batch of a step is the same for every M.
 
-All that is where windows are dealt alike (`alike` = 1). Of the share that is not, lane l has the l-th of B equal parts
-of the corpus, and still walks through it in an order that is drawn. Corpora are in the order of their sources, so
-replicas then train on text of unlike kinds.
+This holds where all windows are dealt alike (`alike` = 1). Otherwise a share `alike` of them is; of the rest, in the
+order of the corpus, lane l has the l-th of B equal parts. It still walks through its windows in an order that is drawn.
+Corpora are in the order of their sources, so replicas then train on text of unlike kinds.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from lowcomm.settings import ConfigError
 
 
 def differences(card: dict[str, Any], section: str, wanted: CorpusConfig | DataConfig) -> dict[str, tuple[Any, Any]]:
-    """Compare a section of a corpus' card ("source" or "settings") with what is wanted: {key: (in the card, wanted)}.
+    """Return the settings by which a section of a corpus' card differs from `wanted`: {key: (in the card, wanted)}.
 
-    A setting that the card does not know, as it is older, had its default.
+    section: "source" or "settings". A setting that the card lacks, as it is older, counts as the default.
     """
     defaults = {f.name: f.default for f in fields(wanted) if f.default is not MISSING}
     there, asked = (json.loads(json.dumps(d)) for d in (defaults | card.get(section, {}), asdict(wanted)))
@@ -42,7 +42,7 @@ def prepare_command(corpus: str, scale: str) -> str:
 
 
 def read_card(folder: Path) -> dict[str, Any]:
-    """The card of a prepared corpus. Raises ConfigError where there is none, or what it lacks to be one."""
+    """Return the card of a prepared corpus. Raises ConfigError where the folder has none, or the card is damaged."""
     file, command = folder / "card.json", prepare_command(folder.name, folder.parent.name)
     try:
         card = json.loads(file.read_text())
@@ -60,7 +60,7 @@ def read_card(folder: Path) -> dict[str, Any]:
 
 
 def check_files(folder: Path, card: dict[str, Any]) -> None:
-    """Raise ConfigError where the tokenizer or a shard of a prepared corpus is gone, or is not the one of its card."""
+    """Raise ConfigError where the tokenizer or a shard of a prepared corpus is gone, or differs from its checksum."""
     files = {shard["file"]: shard["sha256"] for part in card["splits"].values() for shard in part["shards"]}
     files["tokenizer.model"] = card["tokenizer_sha256"]
     for name, digest in files.items():
@@ -72,16 +72,17 @@ def check_files(folder: Path, card: dict[str, Any]) -> None:
 
 
 class TokenData:
-    """The shards of a prepared folder, memory-mapped, and its batches.
+    """The batches of a prepared corpus, whose shards are memory-mapped.
 
     Args:
-        folder: what `prepare` wrote.
-        seq_len: T; a window holds T + 1 tokens and starts every T.
-        global_batch: sequences per step, over all replicas.
+        folder: the folder that `prepare` wrote.
+        seq_len: T; a window holds T + 1 tokens, and begins T tokens after the one before.
+        global_batch: B, the sequences per step, over all replicas.
         seed: decides the order of windows, and which of them are dealt alike.
         alike: share of the windows that is dealt to all lanes alike, from 0 to 1.
 
-    Raises ConfigError if the folder is missing, a file of it is damaged, or the corpus is shorter than a batch.
+    Raises ConfigError where the folder is missing, a file of it is damaged, the training split has fewer windows than
+    `global_batch`, or another split has none.
     """
 
     def __init__(self, folder: Path, *, seq_len: int, global_batch: int, seed: int, alike: float = 1.0):
@@ -116,7 +117,7 @@ class TokenData:
         return max(0, (sum(len(m) for m in maps) - 1) // self.seq_len)
 
     def _window(self, maps: list[np.ndarray], index: int) -> np.ndarray:
-        """Tokens [index T, index T + T] of a split, across shard borders."""
+        """Return the T + 1 tokens of a split from token `index` T on, across the borders of shards."""
         begin, need = index * self.seq_len, self.seq_len + 1
         parts = []
         for m in maps:
@@ -130,11 +131,11 @@ class TokenData:
         return np.concatenate(parts) if len(parts) > 1 else parts[0]
 
     def epoch_steps(self) -> int:
-        """Steps until a lane has seen all its windows."""
+        """Return the number of steps in which each lane goes through all of its windows once."""
         return self._windows // self.global_batch
 
     def _deal(self, alike: float) -> np.ndarray:
-        """The windows of each lane [B, windows of a lane], of which a share is dealt alike."""
+        """Return the windows of each lane [B, windows per lane], of which the share `alike` is dealt to all alike."""
         lanes, each = self.global_batch, self.epoch_steps()
         count = round(alike * each) * lanes
         mixed = np.random.default_rng([self.seed, lanes]).permutation(lanes * each)
@@ -142,7 +143,7 @@ class TokenData:
         return np.concatenate([shared.reshape(-1, lanes).T, rest.reshape(lanes, -1)], axis=1)
 
     def batch(self, step: int, replica: int = 0, replicas: int = 1) -> Tensor:
-        """Tokens [B/M, T+1] int64 of inner step `step` (from 1) for one replica."""
+        """Return the tokens [B/M, T + 1], int64, of inner step `step` (from 1) for one of M replicas (from 0)."""
         rows = self.global_batch // replicas
         epoch, place = divmod(step - 1, self.epoch_steps())
         out = np.empty((rows, self.seq_len + 1), dtype=np.int64)
@@ -157,9 +158,10 @@ class TokenData:
         return torch.from_numpy(out)
 
     def held_out(self, sequences: int, split: str = "validation") -> Tensor:
-        """Tokens [n, T+1] of `sequences` windows, spread evenly over a split that is not trained on (all, if fewer).
+        """Return the tokens [n, T + 1], int64, of windows spread evenly over a split that is not trained on.
 
-        Raises ConfigError where the corpus was prepared without that split.
+        n is `sequences`, or the number of all windows where there are fewer. Raises ConfigError where the corpus was
+        prepared without that split.
         """
         if split not in self._splits:
             raise ConfigError(f"corpus {self.card['corpus']} has no {split} split, only {', '.join(self._splits)}")

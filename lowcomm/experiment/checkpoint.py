@@ -29,7 +29,7 @@ VERSION = 3
 
 
 def flush(path: Path) -> None:
-    """Put a file or a folder's entries on disk."""
+    """Force a file, or the entries of a folder, to disk (fsync)."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -38,13 +38,16 @@ def flush(path: Path) -> None:
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    """Write a safetensors file to disk."""
+    """Write tensors by name to a safetensors file, and force it to disk."""
     save_file({k: v.detach().contiguous().cpu() for k, v in tensors.items()}, path)
     flush(path)
 
 
 class Checkpoints:
-    """The checkpoints of one run. Every rank calls every method."""
+    """The checkpoints of one run, of which the newest `keep` are kept. Every rank must call each method but `steps`.
+
+    Raises ConfigError where `keep` is below 1.
+    """
 
     def __init__(self, folder: Path, world: World, keep: int = 2):
         if keep < 1:
@@ -55,13 +58,14 @@ class Checkpoints:
         return self.folder / f"step-{step:08d}"
 
     def steps(self) -> list[int]:
-        """Steps that have a whole checkpoint, oldest first."""
+        """Return the steps that have a whole checkpoint, in ascending order."""
         return [int(path.name[5:]) for path in checkpoint_folders(self.folder) if not path.suffix]
 
     def save(self, step: int, tensors: dict[str, Tensor], meta: dict[str, Any], run: dict[str, Any]) -> None:
-        """Write checkpoint `step`: this rank's tensors and meta, and `run`, which all ranks share.
+        """Write the checkpoint of `step`: this rank's tensors and `meta`, and `run`, which is the same on all ranks.
 
-        Those before it go, but the last few, and so do those of later steps, from which the run has gone back.
+        `meta` and `run` hold what JSON can hold. Of the checkpoints up to this step all but the newest `keep` are
+        removed, and so are those of later steps, from which the run has gone back.
         """
         final = self._path(step)
         partial = final.with_name(final.name + ".partial")
@@ -87,7 +91,7 @@ class Checkpoints:
         self.world.barrier()
 
     def _names(self) -> list[str]:
-        """Return the names of this rank's files: of tensors, and of what else it needs."""
+        """Return the names of this rank's two files: that of its tensors, and that of what else it needs."""
         return [f"rank-{self.world.rank:03d}.{kind}" for kind in ("safetensors", "json")]
 
     @staticmethod
@@ -98,13 +102,14 @@ class Checkpoints:
     def newest(
         self, run: dict[str, Any], recorded: int | None = None
     ) -> tuple[int, dict[str, Tensor], dict[str, Any]] | None:
-        """(step, tensors, meta) of the newest checkpoint that every rank can read, or None if there is none.
+        """Return (step, tensors, meta) of the newest checkpoint that every rank can read, or None where there is none.
 
-        recorded: the last step of which this rank has metrics; a checkpoint of a later one cannot be gone on from, as
-        those between would be missing for ever.
+        recorded: the last step of which this rank has metrics, or None where that does not matter. A checkpoint of a
+        later step is not used, as the metrics in between would be missing for ever.
 
-        A damaged one is logged and the one before taken. Raises ConfigError on every rank if none can be used, or if
-        one is of another run (`run` is compared key by key) or rank count.
+        A damaged checkpoint is logged, and the one before it is tried. Raises ConfigError on every rank where none of
+        them can be read, where ranks see different folders, and where one is of another run (`run` is compared key by
+        key), another number of ranks or another format.
         """
         if self.world.rank == 0:
             for left in checkpoint_folders(self.folder):
@@ -120,9 +125,9 @@ class Checkpoints:
         for step in reversed(there[0]):
             found, problem = None, ""
             try:
+                found = self._read(step, run)
                 if recorded is not None and recorded < step:
                     raise ValueError(f"metrics end at step {recorded}")
-                found = self._read(step, run)
             except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
                 if isinstance(error, ConfigError):
                     raise
@@ -160,7 +165,7 @@ class Checkpoints:
         return tensors, json.loads((path / names[1]).read_text())
 
     def clear(self) -> None:
-        """Remove all, when the run is complete."""
+        """Remove all checkpoints, as the run is complete, and the folder where nothing else is in it."""
         self.world.barrier()
         if self.world.rank == 0 and self.folder.exists():
             for path in checkpoint_folders(self.folder):

@@ -4,7 +4,7 @@
     ...                                         train; `run.json` says whose folder it is
     claim.done()                                the run is complete, and its summary says so
 
-A finished run is left as it is unless `again` is said. What a folder holds that no run has put there is never touched.
+A finished run is left as it is unless `again` is true. Files that no run has put into a folder are never touched.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from lowcomm.settings import ConfigError, first_difference
 
 
 class Claim:
-    """One job's hold on a run's folder, from now to `release` or `done`. Rank 0 makes it, for all ranks.
+    """One job's hold on a run's folder, from its construction to `release` or `done`. Rank 0 makes it, for all ranks.
 
     Args:
-        folder: the run's.
-        run: what decides the run's losses, by name (`RunConfig.identity`).
-        again: replace a finished run, or one of other settings.
+        folder: the run's folder.
+        run: what decides the run's losses, by name (`RunConfig.identity`, and the digests of the corpus).
+        again: whether to replace a finished run, or one of other settings.
 
     Raises ConfigError where another job trains there, where the folder holds a finished or another run and `again` is
-    not said, and where nothing says whose what it holds is.
+    false, and where it holds files of a run but nothing that says of which run.
     """
 
     def __init__(self, folder: RunFolder, run: dict[str, Any], *, again: bool = False):
@@ -69,23 +69,23 @@ class Claim:
         partial.rename(self.folder.settings)
 
     def begin(self) -> None:
-        """The run begins at its first step: what an earlier attempt has left goes."""
+        """Remove what an earlier attempt has left, as the run begins at its first step."""
         self.folder.clear()
         self._write_settings()
 
     def done(self) -> None:
-        """The run is complete: its summary says from now on what is here."""
+        """Release the folder of a complete run and remove `run.json`: the summary says from now on what is here."""
         self.folder.settings.unlink(missing_ok=True)
         self.folder.lock.unlink(missing_ok=True)
         self.release()
 
     def release(self) -> None:
-        """Let go of the folder; what is there can be gone on with."""
+        """Release the folder; the run in it can be resumed."""
         self._file.close()
 
 
 def is_held(folder: RunFolder, token: str) -> bool:
-    """Tell whether the folder is the one whose claim has this token, as seen from here."""
+    """Tell whether the folder, as this machine sees it, is the one whose claim has this token."""
     try:
         return _read(folder.lock.read_text()).get("token") == token
     except OSError:
@@ -93,7 +93,7 @@ def is_held(folder: RunFolder, token: str) -> bool:
 
 
 def clear(folder: RunFolder) -> None:
-    """Remove what a run has left in its folder. Raises ConfigError where a job trains there."""
+    """Remove the files that a run has left in its folder. Raises ConfigError where a job trains there."""
     if not folder.out.exists():
         return folder.clear()
     with _locked(folder):
@@ -102,7 +102,10 @@ def clear(folder: RunFolder) -> None:
 
 
 def _locked(folder: RunFolder) -> IO[str]:
-    """Return the folder's lock, held until it is closed. Raises ConfigError that names who holds it."""
+    """Return the folder's lock file, locked until it is closed.
+
+    Raises ConfigError, with the process that holds the lock, where another one does.
+    """
     lock = folder.lock
     while True:
         file = lock.open("a+")
@@ -124,7 +127,7 @@ def _locked(folder: RunFolder) -> IO[str]:
 
 
 def _read(text: str) -> dict[str, Any]:
-    """Parse a JSON object; return {} where the text is none."""
+    """Return the JSON object that a text holds; {} where it holds none."""
     try:
         found = json.loads(text)
     except ValueError:

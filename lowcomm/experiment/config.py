@@ -1,8 +1,8 @@
 """The configuration of one training run, and the rules that its settings keep.
 
 Typed, frozen dataclasses: a combination that cannot work is refused when the configuration is made, before anything is
-started, with the values and the reason. Settings of the method say so themselves (`methods.plan`, `methods.boundary`);
-here is what training asks of them besides.
+started, with the values and the reason. The rules of a method's own settings are in `methods.plan` and
+`methods.boundary`; here are those that training adds.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from lowcomm.settings import ConfigError, check_bounds, number
 
 @dataclass(frozen=True)
 class CorpusConfig:
-    """Where documents come from. `source` decides which other fields matter."""
+    """Where the documents of a corpus come from. `source` decides which other fields matter."""
 
     source: Literal["docstrings", "python", "hub", "json", "text", "parquet"]
-    path: str = ""  # Hub name, or a file, folder or glob for local sources, from the root of the checkout
+    path: str = ""  # Hub name, or a file, folder or glob for local sources, from the root of the project
     name: str = ""  # Hub configuration
     split: str = "train"  # Hub split
     revision: str = ""  # Hub revision; required for the Hub, so that a run stays what it was
     field: str = "text"  # column that holds the text
     streaming: bool = True  # Hub: read documents as they arrive
     licence: str = ""
-    packages: tuple[str, ...] = ()  # docstrings and python: read these beside the standard library
+    packages: tuple[str, ...] = ()  # docstrings and python: what is read beside the standard library
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ class DataConfig:
     corpus: str
     vocab_size: int
     max_characters: int = number(0, at_least=0)  # 0: the whole corpus
-    validation_percent: float = number(5.0, above=0, below=100)  # by document hash
+    validation_percent: float = number(5.0, above=0, below=100)  # of the documents, chosen by their hash
     tuning_percent: float = number(0.0, at_least=0, below=100)  # held out too, for choosing settings
-    tokenizer_characters: int = number(4_000_000, at_least=1)  # of the training split
+    tokenizer_characters: int = number(4_000_000, at_least=1)  # of the training split, to train the tokenizer on
     shard_tokens: int = number(100_000_000, at_least=1)
 
 
@@ -67,11 +67,12 @@ class TrainConfig:
     warmup_steps: int = number(at_least=0)
     eval_every: int = number(at_least=0)  # 0: only at the end
     eval_sequences: int = number(at_least=1)
-    #: What losses are of. Settings are chosen on the tuning split, so that no table reports what has chosen them.
+    #: The split that is evaluated. Settings are chosen on the tuning split, so that no table reports what has chosen
+    #: them.
     eval_split: Literal["validation", "tuning"] = "validation"
     weights: str = ""  # a Hugging Face folder of a Llama or Qwen3 to begin with; "": drawn from the seed
     optimizer: str = "adamw"  # a `methods.inner.InnerOptimizer` by name: adamw, sgd, muon
-    #: The peak rate of matrices inside blocks; only for optimizer = muon, as the next.
+    #: The peak rate of matrices inside blocks; only for optimizer = muon, as the next field.
     muon_lr: float = number(0.0, at_least=0)
     muon_momentum: float = number(0.95, at_least=0, below=1)
     #: Share of the windows that are dealt to all lanes alike; of the rest each lane has one part of the corpus, so that
@@ -85,7 +86,7 @@ class TrainConfig:
     weight_decay: float = number(0.0, at_least=0)
     clip_norm: float = number(1.0, at_least=0)  # 0: no clipping
     accumulation: int = number(1, at_least=1)  # micro-batches per step
-    recompute: bool = False  # activations of a block in the backward pass, from its input alone
+    recompute: bool = False  # compute a block's activations again in the backward pass, from its input alone
     precision: Literal["fp32", "bf16"] = "fp32"  # bf16: autocast over fp32 weights
     compile: bool = False
     cuda_graph: bool = True  # on a GPU: replay the passes of a step as one graph, where that can be (`captured`)
@@ -107,7 +108,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Everything that one training run is."""
+    """The configuration of one training run. Raises ConfigError where its settings do not go together."""
 
     name: str
     scale: str
@@ -118,7 +119,7 @@ class RunConfig:
     train: TrainConfig
     method: MethodConfig
     stages: int = number(1, at_least=1)  # of each replica's pipeline
-    variant: str = ""  # of a sweep
+    variant: str = ""  # of a run that is a sweep; "" where it is none
     comm: CommConfig = field(default_factory=CommConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
@@ -127,39 +128,42 @@ class RunConfig:
 
     @property
     def title(self) -> str:
-        """'diloco_m2, seed 0', with the variant between them if there is one."""
+        """The name, the variant if there is one, and the seed, as in 'diloco_m2, seed 0'."""
         return ", ".join([self.name, *([self.variant] if self.variant else []), f"seed {self.seed}"])
 
     @property
     def ranks(self) -> int:
-        """Replicas x stages."""
+        """The number of ranks: replicas x stages."""
         return self.replicas * self.stages
 
     @property
     def local_batch(self) -> int:
-        """Sequences per replica and step."""
+        """The number of sequences that each replica trains on per step."""
         return self.train.global_batch // self.replicas
 
     @property
     def constraint(self) -> Constraint | None:
-        """The constraint that the method's boundary puts on the model, if any."""
+        """The constraint that the method's boundary puts on the model, or None."""
         return self.method.boundary.constraint(self.stages)
 
     @property
     def exchanges_parameters(self) -> bool:
-        """True if the engine is one of local updates, so that there is a plan."""
+        """Tell whether the engine is one of local updates, so that there is a plan."""
         return self.method.exchange == "parameters"
 
     def plan(self, stage: int = 0) -> Plan:
-        """Return the plan of what the replicas of a stage exchange; for local updates alone. Raises ConfigError."""
+        """Return the plan of what the replicas exchange of a stage (from 0); it is for local updates alone.
+
+        Raises ConfigError where the method's settings do not go together, or not with the model.
+        """
         return _plan(self.model, self.constraint, self.method, self.replicas, self.stages, stage, self.seed)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the settings as nested dictionaries, as JSON would give them back."""
+        """Return the settings as nested dictionaries of what JSON holds (lists in place of tuples)."""
         return json.loads(json.dumps(asdict(self)))
 
     def identity(self) -> dict[str, Any]:
-        """The settings that decide the losses, as {"section.key": value}."""
+        """Return the settings that decide the losses, as {"section.key": value}."""
         beside = ("comm", "checkpoint", "scale", "name", "variant")
         decisive = {key: value for key, value in self.flat().items() if key.partition(".")[0] not in beside}
         return decisive | {"comm.reduction": self.comm.reduction}

@@ -27,7 +27,7 @@ _SHORTEST_DOCSTRING = 80  # characters
 def documents(corpus: CorpusConfig, root: Path) -> Iterator[str]:
     """Yield the non-empty documents of a corpus in a fixed order; local paths begin at `root`.
 
-    Raises ConfigError if it cannot be read.
+    Raises ConfigError where the corpus cannot be read.
     """
     if corpus.source in ("docstrings", "python"):
         yield from _installed(corpus)
@@ -43,7 +43,7 @@ def documents(corpus: CorpusConfig, root: Path) -> Iterator[str]:
 
 
 def sources(corpus: CorpusConfig) -> list[dict[str, str]]:
-    """Name, version and licence of everything that a corpus is read from."""
+    """Return the "name", "version" and "licence" of everything that a corpus is read from."""
     if corpus.source not in ("docstrings", "python"):
         name = "/".join(p for p in (corpus.path, corpus.name) if p)
         return [{"name": name, "version": corpus.revision or "local", "licence": corpus.licence or "not stated"}]

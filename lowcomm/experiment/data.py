@@ -1,4 +1,4 @@
-"""From documents to shards: deduplicate, split, tokenise.
+"""The preparation of a corpus, from documents to token shards: deduplicate, split, tokenise.
 
 `prepare` writes one folder: `tokenizer.model` (sentencepiece BPE with byte fallback, lossless),
 `train-*.bin` and `validation-*.bin` (token ids, uint16 or uint32; `tuning-*.bin` too, where a part is held out for the
@@ -49,7 +49,10 @@ class Tokenizer:
 
     @staticmethod
     def train(lines: Iterator[str], vocab_size: int) -> Tokenizer:
-        """Fit on lines of text. Raises ConfigError if `vocab_size` cannot hold bytes and characters."""
+        """Train a tokenizer on lines of text.
+
+        Raises ConfigError where `vocab_size` cannot hold the bytes and characters, or the words cannot fill it.
+        """
         model = io.BytesIO()
         try:
             spm.SentencePieceTrainer.train(
@@ -80,7 +83,7 @@ class Tokenizer:
         return Tokenizer(model.getvalue())
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text."""
+        """Return the token ids of a text."""
         first, *rest = text.split(_MARK)
         ids = self._sp.encode(first)
         for part in rest:
@@ -88,17 +91,17 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: list[int]) -> str:
-        """The text of token ids, END_OF_TEXT left out."""
+        """Return the text of token ids, without END_OF_TEXT."""
         return self._sp.decode(ids)
 
 
 def _uniform(digest: str) -> float:
-    """A document's place in [0, 1), from its hash alone."""
+    """Return a document's place in [0, 1), which its hash alone decides."""
     return int(digest[:12], 16) / 16**12
 
 
 def _bounds(config: DataConfig) -> tuple[float, float]:
-    """The places at which validation ends, and at which training begins: between them lies what is for tuning."""
+    """Return the places at which the validation split ends and the training split begins; tuning lies in between."""
     validation = config.validation_percent / 100
     return validation, validation + config.tuning_percent / 100
 
@@ -108,7 +111,7 @@ def _splits(config: DataConfig) -> tuple[str, ...]:
 
 
 class _ShardWriter:
-    """Token shards of one split, each `shard_tokens` long but the last."""
+    """Writes the token shards of one split, each of `shard_tokens` tokens but the last."""
 
     def __init__(self, folder: Path, split: str, shard_tokens: int, dtype: np.dtype):
         self.folder, self.split, self.limit, self.dtype = folder, split, shard_tokens, dtype
@@ -140,7 +143,7 @@ class _ShardWriter:
 
 
 def _gather(corpus: CorpusConfig, config: DataConfig, folder: Path, root: Path) -> dict[str, dict[str, int]]:
-    """Write the deduplicated documents of all splits as parquet; count them."""
+    """Write the deduplicated documents of each split as parquet, and return their counts."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -190,10 +193,13 @@ def _split_rows(folder: Path, split: str) -> Iterator[dict]:
 
 
 def prepare(corpus: CorpusConfig, config: DataConfig, out: Path, root: Path | None = None) -> dict[str, Any]:
-    """Build the folder `out` from a corpus and return its card; local paths begin at `root` (default: the working one).
+    """Prepare a corpus in the folder `out`, and return its card.
 
-    What an interrupted call left behind is thrown away and said so. Raises ConfigError, also where another process
-    prepares the same folder, or where it holds what no preparation puts there.
+    root: the folder at which local paths begin, by default the working directory.
+
+    Files that an interrupted call has left are removed, and a message says so. Raises ConfigError where the corpus
+    cannot be read or does not suit its settings, where the folder cannot be written or holds files that no preparation
+    puts there, and where another process prepares it.
     """
     if strangers := sorted(p.name for p in out.glob("*") if not re.fullmatch(_PREPARED, p.name)):
         raise ConfigError(f"{out} holds {', '.join(strangers[:5])}, which no corpus is of: choose another folder")
@@ -212,7 +218,7 @@ def prepare(corpus: CorpusConfig, config: DataConfig, out: Path, root: Path | No
 
 @contextlib.contextmanager
 def _locked(partial: Path) -> Iterator[None]:
-    """Hold a folder that is prepared, inside. Raises ConfigError where another process does."""
+    """Hold the lock of a folder that is being prepared, inside. Raises ConfigError where another process holds it."""
     fd = os.open(partial, os.O_RDONLY)
     try:
         try:
@@ -267,7 +273,10 @@ def _prepare(corpus: CorpusConfig, config: DataConfig, out: Path, partial: Path,
 
 
 def prepared(project: Project, corpus: str, scale: str | None = None) -> Path:
-    """The folder of a project's corpus, prepared now if it is not there yet, is damaged, or is of other settings."""
+    """Return the folder of a project's corpus, having prepared it where it is missing, damaged or of other settings.
+
+    scale: by default the one that `params.yaml` names.
+    """
     scale = scale or project.load_params()["scale"]
     folder = project.data_dir(corpus, scale)
     source, config = project.corpus_configs(corpus, scale=scale)

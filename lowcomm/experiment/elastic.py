@@ -1,4 +1,4 @@
-"""One replica of a run whose replicas leave and come back: from where the run is to its end, as often as it is started.
+"""One replica of a run whose replicas leave and come back: each start trains from where the run is to its end.
 
     lowcomm store 29400                                      on a machine that stays
     lowcomm train diloco_m8 --store head:29400 --slot 3      on each of eight machines; again, whenever it has ended
@@ -50,7 +50,7 @@ log = logging.getLogger("lowcomm")
 
 
 def slot_folder(folder: RunFolder, slot: int) -> RunFolder:
-    """Return the folder of one slot of a run, inside that of the run."""
+    """Return the folder of one slot (from 0) of a run, which is inside that of the run."""
     name = f"slot-{slot:03d}"
     return RunFolder(folder.out / name, folder.times / name)
 
@@ -69,21 +69,25 @@ def train_elastic(
     on_row: OnRow | None = None,
     again: bool = False,
 ) -> dict[str, Any]:
-    """Train one slot of `config`, and return the summary that this slot has of the run.
+    """Train one slot of the run `config`, and return this slot's summary of the run.
+
+    The summary of a replica that was told to stop has `complete = False`.
 
     Args:
-        config: of the run; its replicas are the slots.
+        config: the run's configuration; its replicas are the slots.
         notes: the store by which replicas agree on who takes part (`lowcomm.elastic_store`).
-        slot: which share of the data this replica trains on, from 0.
+        slot: the share of the data that this replica trains on, from 0.
         data_folder: the prepared corpus.
-        folder: of the run; the slot's is one in it.
+        folder: the run's folder, in which the slot has one of its own.
         rules, quorum, host: as for `ElasticUpdates`.
-        own: the ranks of this slot, the stages of its pipeline; by default those that torchrun has started.
-        on_row: sees each metrics row.
-        again: replace a finished run in the slot's folder, or another one.
+        own: the ranks of this slot, the stages of its pipeline; by default those that torchrun has started, or this
+            process alone.
+        on_row: called with the trainer and each row of metrics.
+        again: whether to replace a finished run in the slot's folder, or another one.
 
-    Raises ConfigError where the folder is another's, replicas were started differently, or the run is no elastic one,
-    and CommError where nobody is left.
+    Raises ConfigError where the folder is another's (`claim.Claim`), replicas were started differently, the run cannot
+    be elastic, or it is over and nobody is left who has its end; and CommError where the store does not answer, or too
+    few others can be reached for too long (`Rules`).
     """
     folder = slot_folder(RunFolder.beside(folder) if isinstance(folder, Path) else folder, slot)
     _check(config, slot)
@@ -108,7 +112,7 @@ def train_elastic(
 
 
 def _check(config: RunConfig, slot: int) -> None:
-    """Raise ConfigError for what replicas that may be gone cannot do together."""
+    """Raise ConfigError for a slot that the run does not have, and for settings that do not suit elastic replicas."""
     t = config.train
     if not 0 <= slot < config.replicas:
         raise ConfigError(f"slot {slot} is none of the {config.replicas} of run {config.name}: they count from 0")
@@ -191,7 +195,7 @@ def _train(
 
 
 def _leave(trainer: Trainer, checkpoints: Checkpoints, metrics: Metrics, run: dict[str, Any]) -> dict[str, Any]:
-    """Keep what this slot has, as it has been told to stop."""
+    """Write a checkpoint of what this slot has, as it has been told to stop, and return the summary."""
     engine = trainer.engine
     if engine.steps_done:  # else it has nothing but what it began with, or has not joined since it is back
         _save(trainer, checkpoints, metrics, run)

@@ -21,9 +21,9 @@ def inner_optimizer(
 
 
 def learning_rate(step: int, t: TrainConfig, peak: float | None = None) -> float:
-    """The inner learning rate of step 1..steps: linear warm-up, then decay to final_lr_fraction of the peak.
+    """Return the inner learning rate of a step (1 to `train.steps`): linear warm-up, then decay as `train.decay` says.
 
-    peak: by default `train.lr`.
+    Unless that is "constant", it ends at `train.final_lr_fraction` of the peak. peak: by default `train.lr`.
     """
     peak = t.lr if peak is None else peak
     if step <= t.warmup_steps:
@@ -36,7 +36,10 @@ def learning_rate(step: int, t: TrainConfig, peak: float | None = None) -> float
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, t: TrainConfig) -> float:
-    """Give all parameters the rate of a step; returns that of `train.lr`."""
+    """Set the learning rate of a step (from 1) in all parameter groups, and return the one whose peak is `train.lr`.
+
+    A group that has a `peak_lr` follows the same shape to and from that peak.
+    """
     for group in optimizer.param_groups:
         group["lr"] = learning_rate(step, t, group.get("peak_lr"))
     return learning_rate(step, t)

@@ -29,7 +29,7 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # libyaml's, wher
     """YAML whose mappings name each key once; what `<<` merges may be named again."""
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Take in merged mappings, once, having looked for keys that are named twice."""
+        """Take in the mappings that `<<` merges, once. Raises ConstructorError where the node names a key twice."""
         if getattr(node, "is_flat", False):
             return
         seen: set[str] = set()
@@ -47,7 +47,7 @@ _RUN_KEYS = {*_REQUIRED, "size", "override", "times", "variants"}
 
 
 def pick(section: dict[str, Any], key: str, what: str) -> Any:
-    """section[key]. Raises ConfigError that names the nearest entry; `what` it is."""
+    """Return section[key]. Raises ConfigError, with the nearest key, where there is none; `what` names its kind."""
     try:
         return section[key]
     except (KeyError, TypeError):  # the section may be none, or the key a list
@@ -56,9 +56,9 @@ def pick(section: dict[str, Any], key: str, what: str) -> Any:
 
 
 def merge(base: dict, over: Any, where: str = "settings") -> dict:
-    """Return the settings of `over`, which stand at `where`, on those of `base`, section by section.
+    """Return the settings of `base` as `over`, which stands at `where`, overrides them, section by section.
 
-    Raises ConfigError where `over` has a single value, or nothing, in place of a section.
+    Neither is changed. Raises ConfigError where `over` has a single value, or nothing, in place of a section.
     """
     if not isinstance(over, dict):
         raise ConfigError(f"{where} must be a mapping of settings, got {brief(over)}")
@@ -85,13 +85,13 @@ def _times(sections: dict, factors: dict, where: str) -> dict:
 
 
 def _layer(base: dict, over: Any, where: str) -> dict:
-    """Sections of `over` on those of `base`. A preset is a whole model: nothing below it shines through."""
+    """Return the sections of `base` as those of `over` override them; a model with a preset replaces that of `base`."""
     merged = merge(base, over, where)
     return merged | {"model": over["model"]} if "preset" in over.get("model", {}) else merged
 
 
 def _check_name(name: str, where: str) -> None:
-    """Raise ConfigError for a name that cannot be a folder's of its own."""
+    """Raise ConfigError for a name that cannot be that of a folder."""
     if not str(name) or str(name).startswith(".") or {"/", "\\"} & set(str(name)):
         raise ConfigError(f"{where}.{name}: a name is that of a folder, so it has no slash and begins with no dot")
 
@@ -125,7 +125,10 @@ def _entry(run: str, params: Params) -> dict[str, Any]:
 
 
 def points(run: str, params: Params, scale: str) -> list[tuple[str, int]]:
-    """(variant, seed) of all that a run is made of, in order; the smoke scale takes the first seed only."""
+    """Return the (variant, seed) pairs that make up a run, in order; the smoke scale takes each variant's first seed.
+
+    The variant is "" where the run is no sweep. Raises ConfigError where the entry of the run is missing or malformed.
+    """
     entry = _entry(run, params)
     return [
         (variant, seed)
@@ -135,9 +138,9 @@ def points(run: str, params: Params, scale: str) -> list[tuple[str, int]]:
 
 
 def overrides(pairs: list[str]) -> dict[str, Any]:
-    """Command-line settings as nested sections: ["train.steps=60"] -> {"train": {"steps": 60}}.
+    """Return command-line settings as nested sections: {"train": {"steps": 60}} for ["train.steps=60"].
 
-    Raises ConfigError for what is no setting of a run, and for a value that YAML cannot read.
+    Raises ConfigError for a name that is no setting of a run, and for a value that YAML cannot read.
     """
     from lowcomm.experiment.config import RunConfig
 
@@ -169,16 +172,16 @@ def overrides(pairs: list[str]) -> dict[str, Any]:
 
 
 class Project:
-    """The folder `root`, with its `params.yaml`; everything heavy lies in `build` (by default, the one below it)."""
+    """The folder `root` with its `params.yaml`; corpora, runs and times are in `build`, by default the one below it."""
 
     def __init__(self, root: Path, build: Path | None = None):
         self.root, self.build = root, build or root / "build"
 
     @classmethod
     def find(cls, start: Path | None = None) -> Project:
-        """The nearest folder with a `params.yaml`, from `start` (default: the working directory) upwards.
+        """Return the project of the nearest folder with a `params.yaml`, from `start` upwards.
 
-        Raises ConfigError where there is none.
+        start: by default the working directory. Raises ConfigError where there is no such folder.
         """
         start = (start or Path.cwd()).resolve()
         for folder in (start, *start.parents):
@@ -187,12 +190,17 @@ class Project:
         raise ConfigError(f"no params.yaml in {start} or above it: run this in the folder of a project")
 
     def load_params(self, path: Path | None = None) -> Params:
-        """The whole of `params.yaml` as plain dictionaries, its top-level keys checked. Raises ConfigError."""
+        """Read the whole of `params.yaml`, or of the file `path`, as plain dictionaries.
+
+        Raises ConfigError where it cannot be read or is not YAML, or its top-level keys are not those of a project.
+        """
         path = path or self.root / "params.yaml"
         try:
             params = yaml.load(path.read_text(), _Loader)
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
         valid = {"scale", "scales", "methods", "runs", "corpora"}
         if not isinstance(params, dict) or not valid <= set(params):
             missing = valid - set(params) if isinstance(params, dict) else valid
@@ -216,10 +224,11 @@ class Project:
         params: Params | None = None,
         **override: Any,
     ) -> RunConfig:
-        """The configuration of one run.
+        """Return the configuration of a run, at one variant and seed.
 
-        `scale` defaults to the file's, `seed` to the run's first; `variant` must be one of the run's, if it has any.
-        `override` merges into sections, e.g. ``run_config("diloco_m2", train={"steps": 60})``. Raises ConfigError.
+        `scale` defaults to the file's, `seed` to the run's first, `params` to what `load_params` reads; `variant` must
+        be one of the run's, if it has any. `override` merges into sections, e.g. ``run_config("diloco_m2",
+        train={"steps": 60})``. Raises ConfigError for a name that there is not, and for settings that break a rule.
         """
         from lowcomm.experiment.config import RunConfig
 
@@ -268,7 +277,7 @@ class Project:
     def run_points(
         self, run: str, *, scale: str | None = None, params: Params | None = None, **override: Any
     ) -> list[RunConfig]:
-        """The configurations of all variants and seeds of a run; the smoke scale takes the first seed only."""
+        """Return the configurations of all `points` of a run, its variants and seeds; arguments as for `run_config`."""
         params = params or self.load_params()
         scale = scale or params["scale"]
         return [
@@ -279,7 +288,10 @@ class Project:
     def corpus_configs(
         self, corpus: str, *, scale: str | None = None, params: Params | None = None
     ) -> tuple[CorpusConfig, DataConfig]:
-        """Where a corpus comes from, and how `scale` cuts it. Raises ConfigError."""
+        """Return where a corpus comes from, and how it becomes token shards at a scale (by default the file's).
+
+        Raises ConfigError for a name that there is not, and for settings that break a rule.
+        """
         from lowcomm.experiment.config import CorpusConfig, DataConfig
 
         params = params or self.load_params()
@@ -291,27 +303,30 @@ class Project:
         return source, config
 
     def runs_dir(self, run: str, scale: str) -> Path:
-        """The folder of all variants and seeds of a run."""
+        """Return the folder of all variants and seeds of a run."""
         return self.build / "runs" / scale / run
 
     def run_folder(self, config: RunConfig, out: Path | None = None) -> RunFolder:
-        """Where a run lies: `[variant/]seedN` below its own folder, or below `out` with its times beside that."""
+        """Return the folder of a configuration: `[variant/]seedN` below the run's own, or below `out`.
+
+        Its times are in the project's `build/times`, or in a folder beside `out`.
+        """
         return self.folder(config.name, config.scale, config.variant, config.seed, out)
 
     def folder(self, run: str, scale: str, variant: str, seed: int, out: Path | None = None) -> RunFolder:
-        """`run_folder` of a run that is named, not configured."""
+        """Return what `run_folder` does, for a run that is given by names; `variant` is "" where it is no sweep."""
         times = self.build / "times" / scale / "runs" / run if out is None else RunFolder.beside(out).times
         inner = Path(variant) / f"seed{seed}"
         return RunFolder((out or self.runs_dir(run, scale)) / inner, times / inner)
 
     def data_dir(self, corpus: str, scale: str) -> Path:
-        """The folder of a corpus' tokenizer, shards and card."""
+        """Return the folder of a corpus' tokenizer, shards and card."""
         return self.build / "data" / scale / corpus
 
     def read_run(self, run: str, scale: str) -> list[dict[str, Any]]:
-        """`RunFolder.read` of a run's variants and seeds in order, each with its "variant" and "seed" too.
+        """Return what `RunFolder.read` gives of each variant and seed of a run, in order, with "variant" and "seed".
 
-        Raises ConfigError if one is missing.
+        Raises ConfigError where one has not been trained.
         """
         found = []
         for variant, seed in points(run, self.load_params(), scale):

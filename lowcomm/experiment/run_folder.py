@@ -22,10 +22,10 @@ from lowcomm.settings import ConfigError
 
 
 class Metrics:
-    """Rows of JSON, written as the run goes.
+    """A file of rows, a JSON object per line, to which a run adds as it goes.
 
-    resumed_at: the step of the checkpoint from which the run goes on; rows after it are dropped. With None all rows are
-    kept, as those of a replica that comes back to where the others are.
+    resumed_at: the step of the checkpoint from which the run goes on (0: it begins); rows after it are dropped. With
+    None all whole rows are kept, as those of a replica that comes back to where the others are.
     """
 
     def __init__(self, path: Path, resumed_at: int | None):
@@ -39,11 +39,11 @@ class Metrics:
         self._held: list[dict[str, Any]] = []
 
     def add(self, row: dict[str, Any]) -> None:
-        """Keep a row; tensors are read when rows are written, so that a GPU need not be waited for."""
+        """Take a row; its tensors are read when rows are written, so that a GPU need not be waited for."""
         self._held.append(row)
 
     def write(self) -> None:
-        """Put the rows kept so far into the file. Raises NotFinite at a training or validation loss that is not."""
+        """Write the rows taken so far to the file. Raises NotFinite where a loss in them is not finite."""
         for row in self._held:
             plain = {k: v.item() if hasattr(v, "item") else v for k, v in row.items()}
             for key in ("loss", "val_loss"):
@@ -56,17 +56,17 @@ class Metrics:
         self._file.flush()
 
     def keep(self) -> None:
-        """Put the rows on disk, so that they are there whenever a checkpoint is that was written after them."""
+        """Write the rows and force them to disk: they are then there if a checkpoint is that was written after them."""
         self.write()
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Let go of the file; rows that were not written are dropped, as by a kill."""
+        """Close the file; rows that were not written are dropped, as by a kill."""
         self._file.close()
 
 
 def _whole_rows(path: Path) -> list[tuple[int, bytes]]:
-    """(step, line) of a metrics file's rows, as far as they are whole and of one step after the other."""
+    """Return (step, line) of a metrics file's rows, as far as they are whole and of one step after the other."""
     found: list[tuple[int, bytes]] = []
     for line in path.read_bytes().splitlines(True) if path.exists() else []:
         try:
@@ -80,12 +80,12 @@ def _whole_rows(path: Path) -> list[tuple[int, bytes]]:
 
 
 def recorded_steps(path: Path) -> int:
-    """Return the last step up to which every row of a metrics file is whole; 0 where none is."""
+    """Return the last step up to which a metrics file has a whole row of every step; 0 where the first has none."""
     return len(_whole_rows(path))
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics file. Raises ConfigError that names the file and the line that is not a valid row."""
+    """Return the rows of a metrics file. Raises ConfigError, with the line's number, where a line is not valid JSON."""
     rows = []
     for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
         try:
@@ -96,13 +96,13 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def checkpoint_folders(folder: Path) -> list[Path]:
-    """Return the folders of checkpoints in one: whole, half written (`.partial`), half removed (`.gone`)."""
+    """Return the checkpoints in a folder, by step: whole, half written (`.partial`) and half removed (`.gone`) ones."""
     there = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}(\.partial|\.gone)?", path.name)]
     return sorted((path for path in there if path.is_dir()), key=lambda path: int(path.stem[5:]))
 
 
 def set_aside(path: Path) -> Path:
-    """Rename the folder of a checkpoint, so that it is not taken for a whole one; returns its new path."""
+    """Rename the folder of a checkpoint, so that it is not taken for a whole one, and return its new path."""
     gone = path.with_name(path.name + ".gone")
     shutil.rmtree(gone, ignore_errors=True)
     return path.rename(gone)
@@ -116,9 +116,9 @@ def remove_checkpoint(path: Path) -> None:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Where the files of a run are.
+    """The paths of a run's files.
 
-    out: its folder. times: that of what depends on the machine.
+    out: the run's folder. times: the folder of what depends on the machine.
     """
 
     out: Path
@@ -126,7 +126,7 @@ class RunFolder:
 
     @classmethod
     def beside(cls, out: Path) -> RunFolder:
-        """The folder `out`, with its times in a folder beside it."""
+        """Return the folder of a run in `out`, with its times in the folder `OUT-times` beside it."""
         return cls(out, out.with_name(f"{out.name}-times"))
 
     def make(self) -> None:
@@ -141,57 +141,57 @@ class RunFolder:
 
     @property
     def summary(self) -> Path:
-        """The results of the run; the file is there only when the run is complete."""
+        """The file of the run's results, which is there only when the run is complete."""
         return self.out / "summary.json"
 
     @property
     def model(self) -> Path:
-        """The evaluated parameters."""
+        """The safetensors file of the evaluated parameters."""
         return self.out / "model.safetensors"
 
     @property
     def settings(self) -> Path:
-        """The settings of the run that is under way; the file is gone when the run is complete."""
+        """The file of the settings of the run that is under way, which is gone when the run is complete."""
         return self.out / "run.json"
 
     @property
     def lock(self) -> Path:
-        """What a job holds locked for as long as it trains here (`claim`)."""
+        """The file that a job holds locked for as long as it trains here (`claim`)."""
         return self.out / ".lock"
 
     @property
     def checkpoints(self) -> Path:
-        """State to resume from, until the run is complete."""
+        """The folder of the checkpoints to resume from, until the run is complete."""
         return self.out / "checkpoints"
 
     @property
     def source(self) -> Path:
-        """The digest of the code that has made what is here (`source.source_digest`)."""
+        """The file with the digest of the code that has made what is here (`source.source_digest`)."""
         return self.times / "source.sha256"
 
     def metrics(self, rank: int) -> Path:
-        """The metrics of a rank."""
+        """Return the path of a rank's metrics."""
         return self.out / "metrics" / f"rank-{rank:03d}.jsonl"
 
     def clock(self, rank: int) -> Path:
-        """The seconds of a rank's steps."""
+        """Return the path of the seconds at which a rank's steps ended."""
         return self.times / f"rank-{rank:03d}.jsonl"
 
     def trace(self, rank: int) -> Path:
-        """The trace of a rank (`comm.trace`)."""
+        """Return the path of a rank's trace (`comm.trace`)."""
         return self.times / f"trace-{rank:03d}.jsonl"
 
     def losses(self, run: dict[str, Any], replica: int = 0) -> Path:
-        """The metrics of a replica's last stage, where losses are known; `run` as in a summary."""
+        """Return the path of the metrics of a replica's last stage, which has the losses; `run` as in a summary."""
         return self.metrics((run["stages"] - 1) * run["replicas"] + replica)
 
     @property
     def made_with(self) -> str | None:
-        """The digest of the code that has made what is here; None where nothing has."""
+        """The digest of the code that has made what is here ("several" where it changed in between), or None."""
         return self.source.read_text() if self.source.exists() else None
 
     def read_summary(self) -> dict[str, Any] | None:
-        """The summary of a complete run, None where there is none. Raises ConfigError that names a damaged file."""
+        """Return the summary of a complete run, or None where there is none. Raises ConfigError where it is damaged."""
         try:
             found = json.loads(self.summary.read_text())
             if not isinstance(found, dict) or "complete" not in found or not isinstance(found.get("run"), dict):
@@ -217,14 +217,14 @@ class RunFolder:
         return *made, *(file.with_suffix(".tmp") for file in (self.summary, self.settings))
 
     def strangers(self) -> list[str]:
-        """Names in the folder that no run puts there."""
+        """Return the names of the folder's entries that no run puts there, sorted."""
         own = {path.name for path in (*self._folders, *self._files, self.lock)}
         return sorted(p.name for p in self.out.iterdir() if p.name not in own) if self.out.exists() else []
 
     def check_own(self) -> None:
-        """Raise ConfigError where there is what a run may leave behind, but nothing that says that a run has.
+        """Raise ConfigError where the folder holds what a run may leave behind, but nothing that says of which run.
 
-        So it does for a summary that is none of a run.
+        A damaged summary raises it too.
         """
         if self.read_summary() is not None or self.settings.exists():
             return
@@ -237,7 +237,7 @@ class RunFolder:
     def clear(self) -> None:
         """Remove the files that a run has left here, and folders in which nothing else is.
 
-        A checkpoint that is a link to another folder stays, and so does what is there.
+        A checkpoint that is a link to another folder stays, and so do the files there.
         """
         for path in checkpoint_folders(self.checkpoints):
             remove_checkpoint(path)
@@ -252,9 +252,10 @@ class RunFolder:
                 file.unlink()
 
     def read(self) -> dict[str, Any] | None:
-        """The summary with metrics rows under "rows", None where there is none.
+        """Return the summary, with the rows of metrics as "rows", or None where there is no summary.
 
-        Rows are the first replica's, but validation losses: where replicas have models of their own, their mean.
+        The rows are those of the first replica, but for the validation losses, which are the mean over all replicas.
+        Raises ConfigError where the summary or a row is damaged.
         """
         if (summary := self.read_summary()) is None:
             return None

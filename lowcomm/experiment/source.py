@@ -14,13 +14,13 @@ PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def sha256(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
+    """Return the SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def without_docstrings(tree: ast.AST) -> ast.AST:
-    """The syntax tree without docstrings, changed in place; strings that no statement uses are such everywhere."""
+    """Remove docstrings from a syntax tree, in place, and return it; every lone string in a `body` counts as one."""
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if isinstance(body, list):
@@ -34,10 +34,10 @@ def without_docstrings(tree: ast.AST) -> ast.AST:
 
 @functools.cache
 def source_digest() -> str:
-    """SHA-256 of the package's code, but for `cost`, which no run uses: of its syntax trees without docstrings.
+    """Return the SHA-256 of the package's syntax trees without docstrings, in hexadecimal.
 
-    Parsing takes a third of a second, which each process would spend as it starts: so the digest is kept with Python's
-    own caches, by that of the files as they are.
+    `cost`, which no run uses, is left out. Parsing takes a third of a second, which each process would spend as it
+    starts: so the digest is kept in `__pycache__`, under the digest of the files as they are.
     """
     files = {path.relative_to(PACKAGE): path.read_bytes() for path in sorted(PACKAGE.rglob("*.py"))}
     some = {name.as_posix(): text for name, text in files.items() if name.parts[0] != "cost"}

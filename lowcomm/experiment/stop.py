@@ -29,7 +29,7 @@ _OWN_NOTE_S = 10.0  # by when a rank reads its own note, if there is anything th
 
 @contextlib.contextmanager
 def stopping_on_signals() -> Iterator[None]:
-    """Let SIGTERM, and the first Ctrl-C, ask for a stop (main thread only)."""
+    """Let SIGTERM and Ctrl-C request a stop, inside; a later Ctrl-C raises KeyboardInterrupt. Main thread only."""
 
     def interrupted(*_: object) -> None:
         if requested.is_set():
@@ -46,7 +46,7 @@ def stopping_on_signals() -> Iterator[None]:
 
 
 def _launcher_is_gone(parent: int) -> bool:
-    """Tell whether who has started this rank has ended; `parent`: the process id that its parent had."""
+    """Tell whether the launcher of this rank has ended; `parent`: the process id that the rank's parent had."""
     pid = os.environ.get(LAUNCHER_VARIABLE)
     if pid is None:
         return "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != parent
@@ -58,13 +58,13 @@ def _launcher_is_gone(parent: int) -> bool:
 
 
 class StopAgreement:
-    """One rank's part in the agreement.
+    """One rank's part in the agreement on the step after which all ranks stop; it watches from its construction on.
 
     Args:
         world: the ranks that stop together.
-        timeout_s: how long their answers are waited for, in seconds.
-        on_request: called once, by the watcher, when there is a request: it ends what may keep this rank from its next
-            step for long.
+        timeout_s: how long to wait for their answers, in seconds.
+        on_request: called once, on the watcher's thread, when there is a request, to end what may keep this rank from
+            its next step for long.
     """
 
     def __init__(self, world: World, timeout_s: float = 60.0, *, on_request: Callable[[], None] = lambda: None):
@@ -90,11 +90,14 @@ class StopAgreement:
 
     @property
     def is_requested(self) -> bool:
-        """Tell whether some rank has been told to stop, as far as this one knows."""
+        """Tell whether some rank has been told to stop, as far as this rank can see."""
         return self._published or self.world.transport.read("stop") is not None
 
     def before(self, step: int) -> bool:
-        """Announce inner step `step`; True if the ranks have agreed to stop before it."""
+        """Announce that inner step `step` begins, and tell whether the ranks have agreed to stop before it.
+
+        Raises CommError where a stop is requested and some rank does not answer in time.
+        """
         with self._lock:
             if not self._published:
                 self._begun = step
@@ -115,12 +118,12 @@ class StopAgreement:
             time.sleep(_POLL_S / 10)
 
     def close(self) -> None:
-        """No request is noted after this."""
+        """End the watcher: no request is passed on after this."""
         self._done.set()
         self._thread.join()
 
 
 def stop_between_runs(world: World) -> bool:
-    """Tell whether any rank has been told to stop; all ranks must ask, and get the same answer."""
+    """Tell whether any rank has been told to stop. Every rank must call it, and all get the same answer."""
     told = requested.is_set() or world.transport.read("stop") is not None
     return bool(world.sum(torch.tensor([float(told)], device=world.device), purpose="stop", axis="world"))

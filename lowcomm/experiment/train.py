@@ -57,10 +57,13 @@ def train(
 ) -> dict[str, Any]:
     """Train one rank of `config` and return the run's summary (`sent_bytes` are this rank's; rank 0's is written).
 
-    Continues from the newest checkpoint in `folder` if there is one. `on_row` sees each metrics row, for a notebook. A
-    stopped run's summary has `complete = False`. `again`: replace a finished run in `folder`, or another one.
+    It continues from the newest checkpoint in `folder` if there is one. A stopped run's summary has `complete = False`.
 
-    Raises ConfigError where the folder is another's (`claim.Claim`) or ranks were started differently, and CommError.
+    on_row: called with the trainer and each row of metrics, as for a notebook.
+    again: whether to replace a finished run in `folder`, or another one.
+
+    Raises ConfigError where the folder is another's (`claim.Claim`) or ranks were started differently, and CommError
+    where another rank has failed or does not answer.
     """
     folder = RunFolder.beside(folder) if isinstance(folder, Path) else folder
     folder.make()
@@ -74,7 +77,7 @@ def train(
 
 
 def started_with(config: RunConfig, data: TokenData) -> dict[str, Any]:
-    """Return what all ranks must have been started with, by name."""
+    """Return all that must be the same on every rank, by name: settings, and digests of code, corpus and weights."""
     told = config.flat() | {"source": _SOURCE} | digests(data.card)
     if config.train.weights:  # wherever each machine has them
         files = sorted(Path(config.train.weights).glob("*.safetensors"))
@@ -83,13 +86,13 @@ def started_with(config: RunConfig, data: TokenData) -> dict[str, Any]:
 
 
 def digests(card: dict[str, Any]) -> dict[str, Any]:
-    """Return the digests of a corpus' tokenizer and of each split's shards, by name, of its card."""
+    """Return the digests of a corpus' tokenizer and of each split's shards, by name, as its card has them."""
     told = {f"corpus, {split}": [s["sha256"] for s in part["shards"]] for split, part in card["splits"].items()}
     return told | {"tokenizer": card["tokenizer_sha256"]}
 
 
 def mark_source(folder: RunFolder, *, begins: bool) -> None:
-    """Write down with which code a run is made; with `SEVERAL` where it goes on with other code than it began with."""
+    """Write the digest of the code to the run's folder, or `SEVERAL` where the run began with other code."""
     if begins:
         folder.source.write_text(_SOURCE)
     elif folder.made_with not in (_SOURCE, SEVERAL):
@@ -99,7 +102,10 @@ def mark_source(folder: RunFolder, *, begins: bool) -> None:
 
 @contextlib.contextmanager
 def claimed(folder: RunFolder, world: World, run: dict[str, Any], *, again: bool) -> Iterator[Claim | None]:
-    """Hold the run's folder inside, by a claim that rank 0 has. Raises ConfigError, also where ranks see several."""
+    """Hold the run's folder, inside, by the claim of rank 0; other ranks get None.
+
+    Raises ConfigError where rank 0 cannot claim it (`claim.Claim`), and where ranks see different folders.
+    """
     claim = Claim(folder, run, again=again) if world.rank == 0 else None
     try:
         token = world.tell(claim.token if claim else "")[0]
@@ -178,7 +184,10 @@ def _train(
 
 
 def put_back(trainer: Trainer, step: int, tensors: dict[str, Tensor], folder: RunFolder) -> None:
-    """Load a checkpoint's tensors. Raises ConfigError where they are not this code's, or not of the same store."""
+    """Load the tensors of the checkpoint of `step` into the trainer.
+
+    Raises ConfigError where they are not those of this code, or the engine cannot resume from them.
+    """
     try:
         trainer.load(tensors)
     except ConfigError as error:
@@ -198,7 +207,7 @@ def train_in_threads(
     on_row: OnRow | None = None,
     again: bool = False,
 ) -> dict[str, Any]:
-    """`train` with a thread for each rank; returns rank 0's summary."""
+    """Run `train` with a thread of this process for each rank, and return rank 0's summary."""
     return run_threads(
         lambda world: train(config, world, data_folder, folder, on_row=on_row, again=again),
         replicas=config.replicas,
@@ -218,7 +227,7 @@ def _save(
 
 
 def _finish(trainer: Trainer, checkpoints: Checkpoints, folder: RunFolder) -> dict[str, Any]:
-    """Write what the run found, when all steps are done; returns the summary."""
+    """Write the results of the run, of which all steps are done, and return the summary."""
     summary = _summary(trainer, read_metrics(folder.metrics(trainer.world.rank)))
     write_results(trainer, folder, summary)
     checkpoints.clear()
@@ -226,7 +235,7 @@ def _finish(trainer: Trainer, checkpoints: Checkpoints, folder: RunFolder) -> di
 
 
 def write_results(trainer: Trainer, folder: RunFolder, summary: dict[str, Any]) -> None:
-    """Write the trace, the times, the evaluated parameters and, last of all, the summary."""
+    """Write the trace, the times, the evaluated parameters and, last of all, the summary. Every rank must call it."""
     world, seconds = trainer.world, trainer.world.clock.elapsed()
     weights = trainer.whole(trainer.engine.weights())
     if world.trace is not None:
@@ -282,7 +291,7 @@ def _summary(trainer: Trainer, rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def environment(world: World) -> dict[str, str]:
-    """Return what a run was made with that may differ from machine to machine."""
+    """Return what may differ from machine to machine: versions, device, transport and order of reduction."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -293,7 +302,7 @@ def environment(world: World) -> dict[str, str]:
 
 
 def _times(world: World, seconds: float, tokens: int) -> dict[str, float]:
-    """Return the time and memory that the run took on this machine."""
+    """Return the seconds, tokens per second and peak memory (bytes) of the run on this machine."""
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     peak = torch.cuda.max_memory_allocated(world.device) if world.device.type == "cuda" else resident
     done = {"seconds": seconds, "tokens_per_s": tokens / seconds, "peak_memory_bytes": peak}

@@ -1,4 +1,4 @@
-"""One rank's inner training: model or stage of it, data, inner optimizer, engine, and their state."""
+"""The inner training of one rank: its model or stage, data, inner optimizer and engine, and their state."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ from lowcomm.settings import ConfigError
 
 
 def is_due(every: int, before: int, step: int) -> bool:
-    """Tell whether what is done every so many steps (0: never) is due after a step, where the last was `before`.
+    """Tell whether what is done every `every` steps (0: never) is due after `step`, where the last step was `before`.
 
-    A slow replica's steps skip some, so that is where they pass a multiple, and where they go back behind one.
+    The steps of a slow replica skip some: it is due where they pass a multiple of `every`, or go back behind one.
     """
     return bool(every) and step // every != before // every
 
 
 def initial_model(config: RunConfig) -> Decoder:
-    """The whole model as training begins: drawn from the seed, or with the weights of a Hugging Face folder.
+    """Return the whole model as training begins: drawn from the seed, or with the weights of a Hugging Face folder.
 
     Raises ConfigError where the folder cannot be read, or holds another model than the configuration says.
     """
@@ -62,9 +62,9 @@ def initial_model(config: RunConfig) -> Decoder:
 
 
 def _as_public(config: ModelConfig) -> dict[str, Any]:
-    """Return what two configurations of one Hugging Face folder have in common: not what is of training alone.
+    """Return the settings that two configurations of one Hugging Face folder have in common.
 
-    Counts and widths that a configuration may leave at 0 are what that means.
+    Those of training alone are left out; counts and widths that may be left at 0 have the values that 0 stands for.
     """
     plain = {"kv_heads": config.key_value_heads, "head_dim": config.width_of_head}
     beside = {"seq_len", "embedding_std", "z_loss"}
@@ -73,7 +73,9 @@ def _as_public(config: ModelConfig) -> dict[str, Any]:
 
 @torch.no_grad()
 def saved_model(config: RunConfig, weights: Path) -> Decoder:
-    """The whole model that a run has saved, with the basis and the fixed embedding that it ended with in a subspace.
+    """Return the whole model that a run has saved in the file `weights`.
+
+    In a subspace it has the basis and the fixed embedding with which the run ended.
 
     Raises ConfigError where the file holds another model than the configuration says.
     """
@@ -89,7 +91,7 @@ def saved_model(config: RunConfig, weights: Path) -> Decoder:
 
 
 def may_be_captured(config: RunConfig, device: torch.device) -> bool:
-    """Tell whether the passes of a step are captured as a CUDA graph: each step must do the same on the same memory."""
+    """Tell whether the passes of a step are captured as a CUDA graph: each must do the same on the same memory."""
     t, m = config.train, config.method
     changes = m.trainable == "next_fragment" or m.input_gradients != "all" or m.exchange == "fsdp" or t.recompute
     return device.type == "cuda" and t.cuda_graph and t.accumulation == 1 and not changes
@@ -101,16 +103,20 @@ def _below(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _local(x: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor, or the tensor."""
+    """Return this rank's part of a sharded tensor, or the tensor itself where it is whole."""
     return x.to_local() if hasattr(x, "to_local") else x
 
 
 class Trainer:
-    """One rank of one run. `train.train` is the way in."""
+    """The inner training of one rank of a run; the loops of `train.train` and `elastic.train_elastic` call it."""
 
     def __init__(self, config: RunConfig, world: World, data: TokenData, *, elastic: Mapping[str, Any] | None = None):
-        """`elastic`: for a replica that may leave and come back, whose world is its own ranks: what `ElasticUpdates`
-        is told besides, its `notes` and `slot` among it.
+        """Make the model, the engine and the inner optimizer of this rank.
+
+        elastic: for a replica that may leave and come back, whose world is its own ranks alone, the further arguments
+        of `ElasticUpdates`, `notes` and `slot` among them; None for all others.
+
+        Raises ConfigError where the world or the corpus is not that of the configuration.
         """
         grid = {"replicas": config.replicas if elastic is None else 1, "stages": config.stages}
         for axis, asked in grid.items():
@@ -195,11 +201,12 @@ class Trainer:
         return torch.autocast(self.world.device.type, torch.bfloat16, enabled=is_on, cache_enabled=False)
 
     def step(self, step: int, *, before: int | None = None) -> dict[str, Any]:
-        """One inner step, and whatever exchange the engine does after it. Returns a metrics row.
+        """Take inner step `step` (from 1) and the engine's exchange after it, and return the row of metrics.
 
-        The last one finishes, unless the engine is of an elastic replica and has gone back to where others are.
+        The last step of the run finishes the engine too, unless that is of an elastic replica, which has gone back to
+        where the others are. The loss is in the rows of the last stage alone.
 
-        before: the step taken last; by default the one before this.
+        before: the step taken last, by default `step - 1`.
         """
         t, world = self.config.train, self.world
         is_ranked = t.record_ranks and self.is_evaluated(step, before)
@@ -230,7 +237,7 @@ class Trainer:
         return row
 
     def _batches(self, step: int) -> Callable[[int], Tensor]:
-        """Return what gives the tokens [B, T + 1] of a step for a replica of the world."""
+        """Return a function that gives the tokens [B, T + 1] of a step for a replica of the world."""
         of_step = self.engine.data_step(step, self.config.local_batch * self.config.train.seq_len)
         first = self.replica - self.world.replica  # the world of an elastic slot has that slot alone
 
@@ -252,9 +259,9 @@ class Trainer:
         detach_others(self.model, sorted(kept), m.slices)
 
     def _clip(self) -> Tensor:
-        """Scale gradients to norm clip_norm at most; returns the norm before. Inner gradients only.
+        """Scale the inner gradients, in place, to a norm of at most `train.clip_norm`, and return the norm before.
 
-        The norm is of the whole model: of a pipeline, of all stages of one replica, whatever the routes.
+        The norm is that of the whole model: in a pipeline, of all stages of one replica, whatever the routes.
         """
         grads = [_local(p.grad) for p in self.trained.values() if p.grad is not None]
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
@@ -268,10 +275,10 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, which: Evaluated = "agreed", *, together: bool = True) -> float | None:
-        """Mean validation cross-entropy (nats per token) of the evaluated parameters.
+        """Return the mean cross-entropy (nats per token) of the evaluated parameters on the split `train.eval_split`.
 
-        `together`: the same on every rank, replicas having shared the windows. Else nobody waits for another replica,
-        and each has the mean over its own windows, at the last stage; None elsewhere.
+        The windows are dealt to the replicas. With `together`, every rank gets the mean over all of them. Otherwise no
+        replica waits for another: each gets the mean over its own windows at its last stage, and None at the others.
         """
         world, rows = self.world, self.config.local_batch // self.config.train.accumulation
         windows = self.data.held_out(self.config.train.eval_sequences, self.config.train.eval_split)
@@ -293,12 +300,12 @@ class Trainer:
         return loss_sum / count if count else None
 
     def is_evaluated(self, step: int, before: int | None = None) -> bool:
-        """Tell whether the model is to be evaluated after a step, as `train.eval_every` says; `before` as of `step`."""
+        """Tell whether to evaluate the model after a step, as `train.eval_every` says; `before` as for `step`."""
         t = self.config.train
         return step == t.steps or is_due(t.eval_every, step - 1 if before is None else before, step)
 
     def evaluations(self, step: int) -> dict[str, float]:
-        """Evaluate the model after a step, and return what is to be logged."""
+        """Evaluate the model after a step, and return the values to log, by name; every rank must call it."""
         t, found = self.config.train, {}
         together = step == t.steps or self.engine.one_model
         if (loss := self.evaluate(together=together)) is not None:
@@ -310,9 +317,10 @@ class Trainer:
         return found
 
     def whole(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The evaluated parameters of all stages, and the subspace's basis and fixed embedding where there is one.
+        """Return the evaluated parameters of all stages, and a subspace's basis and fixed embedding where there is one.
 
-        On the ranks of replica 0; every rank must ask.
+        weights: the evaluated parameters of this rank's stage. Every rank of replica 0 must call it and gets them all;
+        the ranks of other replicas get those of their own stage.
         """
         world, fixed = self.world, self.model.tables()
         if world.stages == 1 or world.replica:
@@ -326,14 +334,17 @@ class Trainer:
         return found
 
     def sent_bytes(self) -> dict[str, int]:
-        """Closed form of what this rank sends in the whole run, by axis and purpose; {} where none is claimed."""
+        """Return the bytes that this rank sends in the whole run, in closed form, as {"axis/purpose": bytes}.
+
+        Exchanges of which no closed form is claimed are left out.
+        """
         t = self.config.train
         found = {f"replica/{purpose}": n for purpose, n in self.engine.sent_bytes(t.steps).items()}
         passed = self.passes.sent_bytes(t.steps, self.config.local_batch, t.seq_len)
         return found | {f"route/{purpose}": n for purpose, n in passed.items()} | self.subspace.sent_bytes(t.steps)
 
     def tensors(self) -> dict[str, Tensor]:
-        """All state of this rank, by name: model, inner optimizer, engine."""
+        """Return all state of this rank, by name: of model, inner optimizer, subspace, boundary and engine."""
         named = {f"model/{n}": _local(p) for n, p in self.model.named_parameters()}
         for name, p in self.trained.items():
             for key, value in self.optimizer.state.get(p, {}).items():
@@ -344,7 +355,11 @@ class Trainer:
 
     @torch.no_grad()
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """Put back what `tensors` gave. Raises KeyError or ValueError for what is missing, or of another shape."""
+        """Put back, in place, the state that `tensors` has returned.
+
+        Raises KeyError where a tensor of it is missing, ValueError where one has another shape, and ConfigError where
+        the engine cannot resume from it.
+        """
         for name, p in self.model.named_parameters():
             mine, kept = _local(p), tensors[f"model/{name}"]
             if kept.shape != mine.shape:

@@ -12,10 +12,11 @@ and what a codec loses are the same in each; which values are kept is not.
     cosines     of each tile T: C_n T C_m^T, with the orthonormal DCT-II
                 C_n[k, j] = sqrt(2 / n) cos(pi k (2 j + 1) / 2 n), its first row divided by sqrt(2)
 
-Both public codes keep as many values of each tile; here a codec takes a share of each 4,096 coordinates as they come,
-which is the same for tiles of 64 x 64. Of smaller ones it is the larger of several tiles together.
+Both public codes keep the same number of values of each tile; here a codec keeps a share of each chunk of 4,096
+coordinates, which is the same for tiles of 64 x 64. Where tiles are smaller, several of them lie in one chunk, and the
+largest values of them all are kept.
 
-Each member turns the mean back by itself, so replicas stay equal to the last bit where their machines round alike.
+Each member transforms the mean back by itself, so replicas stay equal to the last bit where their machines round alike.
 
 To add one, write a file in this folder with a class that derives from `Basis` and has `names`.
 """
@@ -37,19 +38,19 @@ SIDE = 64
 
 
 class Basis(Choice, ABC):
-    """A change of coordinates that keeps lengths, of parts of parameters one after the other."""
+    """An orthonormal change of coordinates, of the values of parts of parameters that lie one after the other."""
 
     @abstractmethod
     def into(self, flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> Tensor:
-        """Return values [n] in this basis; `shapes` are of the parts, in order."""
+        """Return flat values [n] as coordinates [n] in this basis; `shapes` are those of the parts, in order."""
 
     @abstractmethod
     def back(self, flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> Tensor:
-        """The inverse of `into`."""
+        """Return the flat values [n] that have the coordinates `flat` [n]: the inverse of `into`."""
 
 
 class Values(Basis):
-    """Values as they lie."""
+    """The basis that changes nothing: values as they lie."""
 
     names = ("values",)
 
@@ -61,7 +62,7 @@ class Values(Basis):
 
 
 class Tiles(Basis):
-    """Tiles of matrices, each in one piece; vectors as they are, in parts as long as a tile's side."""
+    """The values of matrices tile by tile, each tile in one piece; those of vectors as they lie."""
 
     names = ("tiles",)
 
@@ -80,16 +81,16 @@ class Tiles(Basis):
         return torch.cat(found)
 
     def of_tiles(self, tiles: Tensor) -> Tensor:
-        """The coordinates of tiles [..., n, m], of the same shape."""
+        """Return the coordinates of tiles [..., n, m], in a tensor of the same shape; here they are the values."""
         return tiles
 
     def to_tiles(self, coordinates: Tensor) -> Tensor:
-        """The inverse of `of_tiles`."""
+        """Return the tiles [..., n, m] that have these coordinates: the inverse of `of_tiles`."""
         return coordinates
 
 
 class Cosines(Tiles):
-    """The cosine transform of each tile; of vectors, of each part as long as a tile's side."""
+    """The cosine transform of each tile of a matrix, and of each part of a vector that is as long as a tile's side."""
 
     names = ("cosines",)
 
@@ -104,13 +105,13 @@ class Cosines(Tiles):
 
 @functools.cache
 def tile_side(size: int) -> int:
-    """Return the greatest divisor of a size that is at most `SIDE`."""
+    """Return the greatest divisor of `size` that is at most `SIDE`."""
     return max(d for d in range(1, min(size, SIDE) + 1) if size % d == 0)
 
 
 @functools.lru_cache(maxsize=4 * SIDE)
 def cosines(size: int, device: torch.device) -> Tensor:
-    """Return the orthonormal matrix [size, size] of the DCT-II."""
+    """Return the orthonormal matrix [size, size] of the DCT-II, in fp32 on `device`."""
     k, j = torch.arange(size, dtype=torch.float64)[:, None], torch.arange(size, dtype=torch.float64)
     matrix = math.sqrt(2 / size) * torch.cos(math.pi * k * (2 * j + 1) / (2 * size))
     matrix[0] /= math.sqrt(2)
@@ -120,7 +121,7 @@ def cosines(size: int, device: torch.device) -> Tensor:
 def _parts(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> Iterator[tuple[Tensor, int, int, int, int]]:
     """Yield each part with its tiles: how many lie below each other, of how many rows, and the same of columns.
 
-    A part counts as a matrix with its first dimension's rows, and a vector as one row.
+    A matrix has the rows of its first dimension, and a vector is one row.
     """
     for part, shape in zip(flat.split([math.prod(shape) for shape in shapes]), shapes, strict=True):
         rows = shape[0] if len(shape) > 1 else 1

@@ -3,15 +3,15 @@
     dense      x as it is
     subspace   (x - T_fixed[ids]) U, and the token ids, from which the next stage rebuilds x (Protocol Models, Eq. 8);
                of gradients g U (Eq. 9). Exact in fp32, for a model that keeps to the subspace: see `subspace`
-    projection the same coordinates of a model that does not keep to it, without the ids; lossy (`projection`)
+    projection the same coordinates, without the ids, of a model that does not keep to it; lossy (`projection`)
     low_rank   P Q^T, the best approximation of rank r that two power iterations find; lossy
 
-What is sent of x goes through a codec, which may be lossy too: sparse or quantised activations. With error feedback,
-what a message could not say is added to what the next one of the same micro-batch is to say.
+What is sent of x is encoded by a codec, which may be lossy too: sparse or quantised activations. With error feedback,
+what a message has lost is added to the next one of the same micro-batch and direction.
 
 Some replicas may have fast links between their stages and compress nothing (`replicas`), as Obeidi et al. (2026,
-arXiv:2601.02360) propose. What is agreed then leaves the subspace, and those that compress train its projection; how
-the two meet is inferred (`local_updates`).
+arXiv:2601.02360) propose. The parameters last agreed then leave the subspace, and replicas that compress train their
+projection on it; how the two meet is inferred (`local_updates`).
 
 To add a boundary, write a file in this folder with a class that derives from `Boundary` and has `names`.
 
@@ -40,17 +40,17 @@ from lowcomm.settings import ConfigError, check_bounds
 
 
 def id_bytes(vocab_size: int) -> int:
-    """Bytes of a token id: as few as hold the vocabulary."""
+    """Return the number of bytes of a packed token id: as few as can hold any id of the vocabulary."""
     return max(1, -(-(vocab_size - 1).bit_length() // 8))
 
 
 def pack_ids(ids: Tensor, vocab_size: int) -> Tensor:
-    """Token ids (int64) as bytes, the lowest first, `id_bytes` each."""
+    """Return token ids (int64, of any shape) as bytes [n], uint8: `id_bytes` per id, the lowest byte first."""
     return ids.reshape(-1, 1).contiguous().view(torch.uint8)[:, : id_bytes(vocab_size)].reshape(-1).contiguous()
 
 
 def unpack_ids(packed: Tensor, vocab_size: int) -> Tensor:
-    """The inverse of `pack_ids`: [n] int64."""
+    """Return the token ids [n], int64, that `pack_ids` has packed."""
     each = packed.view(-1, id_bytes(vocab_size))
     whole = each.new_zeros(len(each), 8)
     whole[:, : each.shape[1]] = each
@@ -58,9 +58,10 @@ def unpack_ids(packed: Tensor, vocab_size: int) -> Tensor:
 
 
 def low_rank(x: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """P [n, r] with orthonormal columns and Q [D, r] so that P Q^T is near x [n, D]: two power iterations.
+    """Return P [n, r] with orthonormal columns and Q [D, r] such that P Q^T is near x [n, D].
 
-    They begin from the same random columns each time. r is `rank`, or n or D where that is less.
+    They are found by two power iterations, which begin from the same random columns each time. r is `rank`, or n or D
+    where that is less.
     """
     generator, rank = torch.Generator().manual_seed(0), min(rank, *x.shape)
     q = torch.empty(x.shape[1], rank).normal_(generator=generator).to(x.device)
@@ -71,7 +72,7 @@ def low_rank(x: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def _in_fp32(method: Callable) -> Callable:
-    """A method of `Boundary` without autocast, which would round what must be rebuilt, and without gradients."""
+    """Let a method of `Boundary` run without gradients and without autocast, which would round what must be rebuilt."""
 
     @functools.wraps(method)
     def call(self: Boundary, *args: Any, **kwargs: Any) -> Any:
@@ -81,21 +82,22 @@ def _in_fp32(method: Callable) -> Callable:
     return call
 
 
-#: Settings that mean something with every boundary.
+#: The settings that mean something with every kind of boundary.
 _OF_ALL = ("kind", "codec", "codec_keep", "error_feedback", "replicas")
 
 
 class Boundary(Choice, ABC):
-    """The messages that one rank sends and takes.
+    """A format of the messages that cross between two stages of a pipeline, as one rank writes and reads them.
 
     Args:
         config: the settings.
-        shape: of the model; its width and its vocabulary are those of a message.
-        model: this rank's stage, which knows the subspace where there is one; None if bytes alone are asked for.
-        seed: of the codec's random choices.
+        shape: the shape of the model; its width and its vocabulary are those of a message.
+        model: this rank's stage, which holds the subspace where there is one; None where no message is written or read,
+            as for counts of bytes and of FLOPs.
+        seed: decides the codec's random choices, together with the turn of a message.
 
     Attributes:
-        wants_ids: whether whoever reads activations wants their token ids, to rebuild what is fixed of the embedding.
+        wants_ids: whether the reader of activations needs their token ids, to rebuild what is fixed of the embedding.
         sends_ids: whether these travel with activations; else the reader draws them from the data (as the last stage
             draws targets, which never travel).
         lossy: whether something is lost whatever the codec.
@@ -112,56 +114,56 @@ class Boundary(Choice, ABC):
         self.width, self.vocab_size = shape.dim, shape.vocab_size
         self.codec = make_codec(config.codec, config.codec_keep, where="method.boundary.codec")
         self.feedback = config.error_feedback
-        #: What messages so far could not say, by direction and micro-batch.
+        #: What messages so far have lost, by direction and micro-batch ("gradients/0"); only with error feedback.
         self.errors: dict[str, Tensor] = {}
 
     @classmethod
     def check(cls, config: BoundaryConfig, width: int, tokens: int) -> None:
-        """Raise ConfigError for settings with which it does not work; `tokens` is the number in a message."""
+        """Raise ConfigError for settings with which it does not work; `tokens` is the number of tokens in a message."""
 
     @property
     def device(self) -> torch.device:
-        """Where the stage is."""
+        """The device of the stage's tensors; only for a boundary that was made with a `model`."""
         return self.model.cos_TC.device
 
     @abstractmethod
     def numel(self, tokens: int) -> int:
-        """Values in a message of so many tokens."""
+        """Return the number of values in a message of so many tokens."""
 
     @abstractmethod
     def values(self, x_TD: Tensor, ids_T: Tensor | None) -> Tensor:
-        """Return what is sent of x, flat; `ids` come with activations, and only where `wants_ids`."""
+        """Return what is sent of x [T, D], flat; `ids_T` come with activations alone, and only where `wants_ids`."""
 
     @abstractmethod
     def rebuilt(self, values: Tensor, ids_T: Tensor | None, tokens: int) -> Tensor:
-        """x [T, D] from its values."""
+        """Return x [T, D], rebuilt from the values that `values` gave; `ids_T` are as there, `tokens` is T."""
 
     def activation_bytes(self, tokens: int) -> int:
-        """Bytes of one message of activations."""
+        """Return the number of bytes in one message of activations, token ids included where they travel."""
         with_ids = self.wants_ids and self.sends_ids
         return self.codec.nbytes(self.numel(tokens)) + with_ids * tokens * id_bytes(self.vocab_size)
 
     def kept_bytes(self, tokens: int) -> int:
-        """Bytes that error feedback keeps of one message."""
+        """Return the number of bytes that error feedback keeps for one micro-batch in one direction; 0 without it."""
         return self.feedback * 4 * (tokens * self.width if self.error_of_stream else self.numel(tokens))
 
     def flops(self, tokens: int) -> int:
-        """FLOPs of one message, to write and to read it; a codec's are not counted."""
+        """Return the FLOPs to write one message and to read it; those of the codec are not counted."""
         return 0
 
     @property
     def draws_ids(self) -> bool:
-        """Tell whether the reader of a message of activations must bring their token ids, as they do not travel."""
+        """Tell whether the reader of activations must supply their token ids, as these do not travel with them."""
         return self.wants_ids and not self.sends_ids
 
     def sending_ids(self) -> Boundary:
-        """Return a copy of this boundary whose ids travel, for tokens that no stage but the first knows."""
+        """Return a copy of this boundary whose token ids travel, for tokens that only the first stage has."""
         found = copy.copy(self)
         found.sends_ids = True
         return found
 
     def gradient_bytes(self, tokens: int) -> int:
-        """Bytes of one message of gradients."""
+        """Return the number of bytes in one message of gradients."""
         return self.codec.nbytes(self.numel(tokens))
 
     def _encoded(self, x: Tensor, ids: Tensor | None, turn: int, slot: str | None) -> Tensor:
@@ -183,9 +185,10 @@ class Boundary(Choice, ABC):
 
     @_in_fp32
     def activations(self, x: Tensor, ids: Tensor | None, *, turn: int = 0, slot: int | None = None) -> Tensor:
-        """The message of activations [B, T, D] of token ids [B, T], which only some boundaries want to know.
+        """Return the message, uint8, of activations [B, T, D] of token ids [B, T].
 
-        `turn` decides a codec's random choices; `slot`, a micro-batch, has errors of its own (None: no feedback).
+        `ids` may be None unless the boundary `wants_ids`. `turn` decides a codec's random choices. `slot`, the number
+        of a micro-batch, has errors of its own for error feedback; None: without feedback.
         """
         ids = ids.reshape(-1) if self.wants_ids else None
         packed = self._encoded(x, ids, 2 * turn, None if slot is None else f"activations/{slot}")
@@ -195,9 +198,9 @@ class Boundary(Choice, ABC):
     def read_activations(
         self, message: Tensor, shape: tuple[int, int], drawn: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Activations [B, T, D] and, where they are wanted, ids [B, T], from a message; `shape`: (B, T).
+        """Return activations [B, T, D], fp32, from a message, and ids [B, T] where the boundary `wants_ids`, else None.
 
-        `drawn` are the ids [B, T] from the data, of a boundary that `draws_ids`.
+        `shape` is (B, T). `drawn` are the ids [B, T] from the data, for a boundary that `draws_ids`.
         """
         tokens, ids = shape[0] * shape[1], None
         if self.draws_ids:
@@ -211,19 +214,19 @@ class Boundary(Choice, ABC):
 
     @_in_fp32
     def gradients(self, g: Tensor, *, turn: int = 0, slot: int | None = None) -> Tensor:
-        """The message of gradients [B, T, D]."""
+        """Return the message, uint8, of gradients [B, T, D]; `turn` and `slot` are as for `activations`."""
         return self._encoded(g, None, 2 * turn + 1, None if slot is None else f"gradients/{slot}")
 
     @_in_fp32
     def read_gradients(self, message: Tensor, shape: tuple[int, int], dtype: torch.dtype = torch.float32) -> Tensor:
-        """Gradients [B, T, D] from a message; `shape`: (B, T)."""
+        """Return the gradients [B, T, D] of a message, as `dtype`; `shape` is (B, T)."""
         tokens = shape[0] * shape[1]
         x = self.rebuilt(self.codec.decode(message, self.numel(tokens)), None, tokens)
         return x.view(*shape, self.width).to(dtype)
 
 
 class Dense(Boundary):
-    """x as it is."""
+    """A boundary whose messages hold x as it is."""
 
     names = ("dense",)
 
@@ -238,7 +241,7 @@ class Dense(Boundary):
 
 
 class LowRank(Boundary):
-    """P Q^T, the best approximation of rank r that two power iterations find."""
+    """A boundary whose messages hold P and Q: P Q^T is the best rank-r approximation of x by two power iterations."""
 
     names = ("low_rank",)
     settings = ("rank",)
@@ -247,14 +250,14 @@ class LowRank(Boundary):
 
     @classmethod
     def check(cls, config: BoundaryConfig, width: int, tokens: int) -> None:
-        """Refuse ranks above the width and the tokens of a message."""
+        """Refuse ranks below 1, above the width of the stream, or above the number of tokens in a message."""
         check_rank(config.rank, min(width, tokens))
 
     def numel(self, tokens: int) -> int:
         return min(self.rank, tokens, self.width) * (tokens + self.width)
 
     def flops(self, tokens: int) -> int:
-        """Two power iterations, 8TDr (QR is not counted), and the product that rebuilds x, 2TDr."""
+        """Return the FLOPs of two power iterations, 8TDr (QR is not counted), and of the product P Q^T, 2TDr."""
         return 10 * tokens * self.width * min(self.rank, tokens, self.width)
 
     def values(self, x_TD: Tensor, ids_T: Tensor | None) -> Tensor:
@@ -267,7 +270,7 @@ class LowRank(Boundary):
 
 
 class InSubspace(Boundary):
-    """Coordinates in the subspace, of a model that keeps to it (`subspace`): exact in fp32."""
+    """A boundary whose messages hold coordinates in the subspace that a model keeps to (`subspace`): exact in fp32."""
 
     names = ("subspace",)
     settings = tuple(f.name for f in dataclasses.fields(BoundaryConfig) if f.name not in _OF_ALL)
@@ -275,7 +278,7 @@ class InSubspace(Boundary):
 
     @classmethod
     def check(cls, config: BoundaryConfig, width: int, tokens: int) -> None:
-        """Refuse ranks above the width, and settings of an optimizer or an update that cannot be."""
+        """Refuse ranks that are not from 1 to the width, and settings of optimizer and updates that clash."""
         check_rank(config.rank, width)
         if config.mode == "reparametrised" and config.second_moment != "row":
             raise ConfigError("method.boundary.second_moment means nothing with mode = reparametrised")
@@ -289,7 +292,7 @@ class InSubspace(Boundary):
         return tokens * self.rank
 
     def flops(self, tokens: int) -> int:
-        """A product with U, and one with its transpose: 4TDR."""
+        """Return the FLOPs of a product with U and of one with its transpose: 4TDR."""
         return 4 * tokens * self.width * self.rank
 
     def values(self, x_TD: Tensor, ids_T: Tensor | None) -> Tensor:
@@ -313,12 +316,18 @@ def check_rank(rank: int, most: int) -> None:
 def make_boundary(
     config: BoundaryConfig, shape: ModelConfig, model: Decoder | None = None, *, seed: int = 0
 ) -> Boundary:
-    """The boundary of `config.kind`; arguments as for `Boundary`."""
+    """Return the boundary named `config.kind`; the arguments are as for `Boundary`.
+
+    Raises ConfigError where there is none of that name.
+    """
     return choose(Boundary, config.kind, "method.boundary.kind")(config, shape, model, seed=seed)
 
 
 def check_boundary(config: BoundaryConfig, width: int, tokens: int, stages: int) -> None:
-    """Raise ConfigError where settings do not go together; `tokens` is the number in a message."""
+    """Raise ConfigError where the settings of a boundary do not go together, or with the pipeline.
+
+    `width` is that of the residual stream, `tokens` the number in a message, and `stages` that of the pipeline.
+    """
     check_bounds("method.boundary", config)
     codec = make_codec(config.codec, config.codec_keep, where="method.boundary.codec")
     kind = choose(Boundary, config.kind, "method.boundary.kind")

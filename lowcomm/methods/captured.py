@@ -1,6 +1,6 @@
 """The passes of a step as a CUDA graph, so that small models do not wait for Python between kernels.
 
-Of a model of few parameters a kernel takes less time than its launch, and replicas in threads share one interpreter.
+In a model of few parameters a kernel takes less time than its launch, and replicas in threads share one interpreter.
 Captured once and replayed at each step, the kernels of the forward and the backward pass follow each other without it.
 What comes after them (exchange of gradients, clipping, the inner optimizer, the engine) is as it was, so that all
 methods and optimizers are served. Losses and gradients are those of the same kernels launched one by one.
@@ -22,12 +22,15 @@ from lowcomm.methods.pipeline import WholeModel
 
 #: A process may capture one graph at a time.
 _CAPTURING = threading.Lock()
-#: Passes before they are captured: kernels are then compiled, loaded and chosen.
+#: How often the passes run before they are captured, so that kernels are compiled, loaded and chosen by then.
 _WARM_UP = 3
 
 
 class Captured(NamedTuple):
-    """A graph, and the memory that a replay fills anew: what the passes return, and the gradients of their leaves."""
+    """A CUDA graph, and the memory that each replay fills anew.
+
+    `result` is what the passes return; `gradients` pairs each leaf that has a gradient with that gradient.
+    """
 
     graph: torch.cuda.CUDAGraph
     result: Tensor
@@ -35,7 +38,10 @@ class Captured(NamedTuple):
 
 
 def capture(passes: Callable[[], Tensor], leaves: Sequence[Tensor], device: torch.device) -> Captured:
-    """Capture forward and backward passes on a GPU; the gradients of leaves are those of these passes alone."""
+    """Capture forward and backward passes on a GPU, after `_WARM_UP` calls that are not captured.
+
+    The gradients of `leaves` are those of the captured passes alone: whatever was in `.grad` before is dropped.
+    """
 
     def forget() -> None:
         for leaf in leaves:
@@ -61,12 +67,12 @@ def capture(passes: Callable[[], Tensor], leaves: Sequence[Tensor], device: torc
 class CapturedModel(WholeModel):
     """A replica of one stage, with one micro-batch per step, whose passes are captured at its first step.
 
-    Replicas in threads of one process capture one after the other, and none trains before all have: nobody else may
-    use a GPU meanwhile.
+    Replicas in threads of one process capture one after the other, and none trains before all have done so, as nobody
+    else may use a GPU meanwhile.
 
     Args:
-        leaves: all tensors whose gradients anybody looks at after the passes.
-        more: as for `WholeModel`.
+        leaves: all tensors whose gradients are read after the passes.
+        args, more: as for `WholeModel`.
     """
 
     _captured: Captured | None = None
@@ -76,7 +82,7 @@ class CapturedModel(WholeModel):
         self.leaves = leaves
 
     def train(self, step: int, batch: Callable[[int], Tensor]) -> list[Tensor]:
-        """Forward and backward of one step, as `Pipeline.train`."""
+        """Run the forward and backward passes of one step, as `Pipeline.train` does; the first call captures them."""
         tokens = batch(self.world.replica)
         if self._captured is None:
             self._tokens = tokens.clone()

@@ -1,7 +1,7 @@
 """Settings of a method: one point in the space of independent choices.
 
-Which values a choice has, which of these settings mean something with it, and what it asks of them, each class says of
-itself (`lowcomm.choices`); what an exchange needs as a whole, `plan.Plan` checks.
+Each class that is a value of a choice declares its name, the settings that mean something with it, and what it requires
+of them (`lowcomm.choices`); what an exchange requires as a whole, `plan.Plan` checks.
 """
 
 from __future__ import annotations
@@ -18,25 +18,26 @@ class BoundaryConfig:
     """Settings of the boundaries between a pipeline's stages, and of the constraint on the model that they need."""
 
     kind: str = "dense"  # a `boundary.Boundary` by name: dense, subspace, projection, low_rank
-    rank: int = number(0, at_least=0)  # k of subspace and projection, r of low_rank
-    codec: str = "fp32"  # of what crosses
+    rank: int = number(0, at_least=0)  # R of subspace and projection (k in the paper), r of low_rank
+    codec: str = "fp32"  # of the values that cross, a `codecs.Codec` by name
     codec_keep: float = 1.0  # as method.codec_keep
-    error_feedback: bool = False
+    error_feedback: bool = False  # add what a message has lost to the next one of its micro-batch
     #: How many replicas, the first ones, compress what crosses; 0: all. The others, whose links are fast, do not.
     replicas: int = number(0, at_least=0)
     # The rest is for kind = subspace alone, also with a single stage; `basis` is for projection too.
-    dense_layers: int = number(1, at_least=0)  # the last ones, which are free
+    dense_layers: int = number(1, at_least=0)  # how many layers, the last ones, are not held to the subspace
     mode: Literal["projected", "reparametrised"] = "projected"
-    #: One for each row of all constrained matrices, of all but attention's (whose weights are projected each step), of
-    #: none (all are projected); only for mode = projected.
+    #: AdamW's second moment of constrained matrices: one per row of all of them (row); one per row of all but
+    #: attention's, whose weights are projected after each step (mixed); or one per element, with all weights projected
+    #: (element). Only for mode = projected.
     second_moment: Literal["row", "mixed", "element"] = "row"
-    basis: Literal["gaussian", "coordinates"] = "gaussian"  # as it begins
-    table: Literal["projection", "zero"] = "projection"  # the trainable embedding as it begins
-    update_every_steps: int = number(0, at_least=0)  # 0: the subspace stays as it is
+    basis: Literal["gaussian", "coordinates"] = "gaussian"  # U as training begins
+    table: Literal["projection", "zero"] = "projection"  # the trainable embedding as training begins
+    update_every_steps: int = number(0, at_least=0)  # steps between updates of U; 0: it stays as it is
     update_lr: float = number(0.0, at_least=0)  # eta of the Grassmann step
 
     def constraint(self, stages: int) -> Constraint | None:
-        """Return the constraint on the model of a pipeline of so many stages, if there is one."""
+        """Return the constraint on the model of a pipeline of so many stages; None if there is none."""
         if self.kind == "projection":
             return Constraint(self.rank, basis=self.basis, table="zero", stages=stages)
         if self.kind != "subspace":
@@ -44,30 +45,31 @@ class BoundaryConfig:
         return Constraint(self.rank, self.dense_layers, self.mode == "reparametrised", self.basis, self.table)
 
     def of_replica(self, replica: int) -> BoundaryConfig:
-        """The boundary of one replica: this, or a dense one where it does not compress."""
+        """Return the settings of one replica's boundaries: these, or dense ones where it does not compress."""
         return self if not self.replicas or replica < self.replicas else BoundaryConfig()
 
 
 @dataclass(frozen=True)
 class MethodConfig:
-    """One point in the space of independent choices."""
+    """Settings of a method: a value for each of the independent choices that make it up."""
 
     exchange: str  # an `engine.Engine` by name: gradients, fsdp, parameters (local updates), none
-    #: next_fragment: the others are frozen, as in FedPart. slice: a part of some matrices, another on each replica.
+    #: next_fragment: only the fragment that is exchanged next, as in FedPart. slice: one slice of some matrices
+    #: (replica k trains slice k mod slices) and all of the others.
     trainable: Literal["all", "next_fragment", "slice"] = "all"
-    slices: int = number(1, at_least=1)  # N; only for trainable = slice, as the next two
+    slices: int = number(1, at_least=1)  # N; only for trainable = slice, as are the next two settings
     #: What is sliced: mlp, heads, out or layers of a `Decoder`, or "PATTERN:DIMENSION" of any parameters' names.
     sliced: tuple[str, ...] = ()
     #: Through which slices of an MLP gradients reach its input: all, the replica's own, or that and a random one.
     input_gradients: Literal["all", "own", "own_and_random"] = "all"
-    sync_every_steps: int = number(1, at_least=1)  # H; only for exchange = parameters
+    sync_every_steps: int = number(1, at_least=1)  # H, inner steps per round; only for exchange = parameters
     peers: str = "all"  # a `peers.Peers` by name: all, group
-    group_size: int = number(2, at_least=2)  # n; only for peers = group
+    group_size: int = number(2, at_least=2)  # n, the fewest replicas in a group; only for peers = group
     codec: str = "fp32"  # a `codecs.Codec` by name
-    codec_keep: float = number(1.0, above=0)  # of a sparse codec: share of the values that is sent
-    error_feedback: float = number(0.0, at_least=0, at_most=1)  # beta: share of what messages lost that joins the next
+    codec_keep: float = number(1.0, above=0)  # the share of the values that a sparse codec sends
+    error_feedback: float = number(0.0, at_least=0, at_most=1)  # beta: share of a message's error that joins the next
     basis: str = "values"  # in which outer gradients are encoded, a `bases.Basis` by name: values, tiles, cosines
-    #: Of the members' messages, a `means.Mean` by name: mean, senders, median, trimmed, clipped, radial.
+    #: What a group makes of its messages, a `means.Mean` by name: mean, senders, median, trimmed, clipped, radial.
     mean: str = "mean"
     mean_trim: float = number(0.0, at_least=0, below=0.5)  # share left out at each end; only for mean = trimmed
     byzantine: int = number(0, at_least=0)  # how many replicas, the last ones, send nonsense
@@ -86,10 +88,10 @@ class MethodConfig:
     fragment_count: int = number(1, at_least=1)
     layers_per_fragment: int = number(3, at_least=1)
     fragment_patterns: tuple[str, ...] = ()  # shell patterns of names; only for fragments = patterns
-    overlap_steps: tuple[int, ...] = (0,)  # tau: of all replicas, or one for each
-    mixing: float = number(0.0, at_least=0, below=1)  # alpha, weight of the replica's own parameters
-    close_last_round: bool = True  # exchange all once more at the end of the run
-    offload_outer: bool = False  # outer state on the CPU
+    overlap_steps: tuple[int, ...] = (0,)  # tau, inner steps from sending to applying: of all replicas, or one for each
+    mixing: float = number(0.0, at_least=0, below=1)  # alpha, weight of a replica's own parameters as it takes over
+    close_last_round: bool = True  # exchange every fragment at the end of the run, whether or not it is its turn
+    offload_outer: bool = False  # keep outer state in the CPU's memory
     record_cosine: bool = False  # also exchange outer gradients to log their cosine; billed as analysis
     route: Literal["fixed", "random_step", "random_micro_batch"] = "fixed"  # through the stages of a pipeline
     boundary: BoundaryConfig = BoundaryConfig()

@@ -28,10 +28,10 @@ A slot is a share of the data, `tokens_read` how much of it is used, and `steps_
 where the run is when a replica joins, so a loop needs no other change. The round's mean, the outer step and what
 travels are those of `LocalUpdates`: as long as nobody leaves, runs of both agree bit for bit.
 
-Of NoLoCo, groups are drawn among those who are there, so nobody's partner is one that is gone. All agree, through the
+With NoLoCo, groups are drawn among those who are there, so nobody's partner is one that is gone. All agree, through the
 store, that a round is over, but values travel inside groups alone; slow weights travel with the outer gradients, as the
-next group is not known before. A newcomer takes the slow weights of one replica. Of Partial Parameter Updates, a slot
-trains the slice of its number, and a slice none of whose owners is in a round has an outer gradient of zero there.
+next group is not known before. A newcomer takes the slow weights of one replica. With Partial Parameter Updates, slot k
+trains slice k mod N, and a slice none of whose owners is in a round has an outer gradient of zero there.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ from lowcomm.methods.engine import Change, Engine, Evaluated, named_parameters
 from lowcomm.methods.local_updates import (
     LocalUpdates,
     begun_with,
+    check_state,
     fragment_states,
     of_fragment,
     showing,
@@ -73,25 +74,31 @@ from lowcomm.methods.local_updates import (
 from lowcomm.methods.plan import OUTER, SLOW_WEIGHTS, Plan, Turn, check_mean
 from lowcomm.settings import ConfigError, first_difference, whole_number
 
-#: What happens to others, seen from one: the slots that a round has no more, or has again.
+#: Called with a round and with the slots that it has no more, or has again.
 Event = Callable[[Round, tuple[int, ...]], None]
 
 
-#: Seconds between two looks at whether others wait; by how much a slow replica's pace rises where nobody did.
+#: Seconds between two looks at whether others wait; the factor by which a slow replica's pace rises where nobody did.
 _LOOK_S, _FASTER = 0.1, 1.1
 
 
-def _asked(notes: Notes, what: str, mine: str) -> str:
-    """Leave a note in the store where there is none yet, and return the one that is there now."""
-    if (there := notes.write_once(f"elastic/{what}", mine)) is None:
-        raise CommError("the store of the replicas' membership does not answer")
+def _asked(notes: Notes, what: str, mine: str, within_s: float) -> str:
+    """Write a note to the store where there is none of that name yet, and return the one that is there now.
+
+    Raises CommError where the store does not answer for `within_s` seconds.
+    """
+    until = time.monotonic() + within_s
+    while (there := notes.write_once(f"elastic/{what}", mine)) is None:
+        if time.monotonic() >= until:
+            raise CommError("the store of the replicas' membership does not answer")
+        time.sleep(_LOOK_S)
     return there
 
 
 class _Gap:
     """The inner steps of one replica between two turns, or since it has come to where the others are.
 
-    begin: the run's step at which they begin. is_whole: whether they began with the others'.
+    begin: the run's step after which they begin. is_whole: whether they began when the others' did.
     """
 
     def __init__(self, begin: int, *, is_whole: bool):
@@ -99,13 +106,19 @@ class _Gap:
         self.taken, self.started, self.was_hurried = 0, time.monotonic(), False
 
     def after_step(self, end: int, pace: float) -> int:
-        """Count a step; returns the step of the run, which is at `end` after a share of as many steps: its pace."""
+        """Count an inner step, and return the step of the run that it comes to.
+
+        It comes to `end` once a share (`pace`) of as many steps as lie between has been taken.
+        """
         self.taken += 1
         whole = max(1, end - self.begin)
         return self.begin + self.taken * whole // max(1, math.ceil(pace * whole))
 
     def pace_without(self, waited_s: float, pace: float, end: int) -> float:
-        """Return the pace at which nobody would have waited, where this replica's turn comes now."""
+        """Return the pace at which nobody would have waited for this replica's turn, which comes now.
+
+        waited_s: for how long others have waited, in seconds. `pace` stays as it is where the gap is not whole.
+        """
         self.was_hurried = True
         if not self.is_whole:
             return pace
@@ -113,12 +126,12 @@ class _Gap:
         return self.taken / max(1, end - self.begin) * max(0.5, 1 - waited_s / passed_s)
 
     def pace_after(self, pace: float) -> float:
-        """Return the pace of the next steps, as the turn has come."""
+        """Return the pace up to the next turn, as this one has come: a faster one, unless others had to wait for it."""
         return pace if self.was_hurried else min(1.0, _FASTER * pace)
 
 
 class _Watch:
-    """Looks whether others wait for a replica's turn, the `number`th round, or have gone on without it."""
+    """A watch on whether others wait for a replica's turn in round `number`, from 0, or have gone on without it."""
 
     def __init__(self, elastic: Elastic, number: int, worker: Worker):
         self._elastic, self._number = elastic, number
@@ -128,7 +141,7 @@ class _Watch:
         self._looking = worker.submit(self._look)
 
     def _look(self) -> None:
-        """Look until that is so, or until told to end."""
+        """Look at the log until `says_hurry`, or until told to end."""
         elastic, roll = self._elastic, self._elastic.roll
         while not self.says_hurry and not self._over.wait(_LOOK_S):
             elastic.read()
@@ -139,32 +152,35 @@ class _Watch:
                 self._since, self.says_hurry = None, len(roll.rounds) > self._number
 
     def end(self) -> float:
-        """End the looking; returns for how many seconds others have waited."""
+        """End the watch, and return for how many seconds others have waited."""
         self._over.set()
         self._looking.result()
         return 0.0 if self._since is None else time.monotonic() - self._since
 
 
 class ElasticUpdates(Engine):
-    """Local updates of one replica among those that come and go. Begin with `join`, or `load_state_dict` before it.
+    """Local updates of one replica among those that come and go.
+
+    Begin with `join`, after `load_state_dict` where there is a state to resume from.
 
     Args:
-        model: any module, or parameters by name; those that want no gradient are left alone. All replicas that are
-            there before the first round must begin alike.
+        model: any module, or parameters by name; those that require no gradient are left alone, unless slices are
+            trained. All replicas that are there before the first round must begin alike.
         notes: a store that all replicas reach and that outlives them (`elastic_store`).
         slot: this replica's share of the data, from 0. Another start of a replica takes the same slot.
-        slots: how many there are; the first round waits for all of them, if not for longer than the grace window.
-        steps: of the whole run.
-        quorum: how many a round needs at least; by default half of the slots, rounded down, and no fewer than one.
+        slots: the number of slots; the first round waits for all of them, if not for longer than the grace window.
+        steps: the number of inner steps in the whole run.
+        quorum: how many replicas a round needs at least; by default half of the slots, rounded down, but one or more.
         method: the choices; `settings` replace some of its fields, by default those of DiLoCo.
         rules: how long others are waited for.
         seed: of everything random (groups, codecs); the same for all.
         host: the address by which others reach this machine; by default that by which it reaches the store.
-        begun: what else all must have been started with, by name.
+        begun: what else all replicas must have been started with, by name.
         world: of a replica that is a pipeline: its own ranks, each with the parameters of its stage
             (`lowcomm.world(stages=...)` under a torchrun of its own). They come and go as one, the first leads
             (`lowcomm.comm.stages`), and all take turns after the same steps.
-        on_leave, on_join: called with the round, as it is applied, and the slots that it is without, or with again.
+        on_leave, on_join: called as a round is applied, with the round and the slots that have left, or come back,
+            since the round that was applied before.
         constrain, layers: as for `LocalUpdates`.
 
     Attributes: `plan`; `steps_done`; `tokens_read`, where in its slot's data this replica is: those that rounds have
@@ -235,9 +251,12 @@ class ElasticUpdates(Engine):
             self._check_turns(self.world)
         # What is refused so far leaves no word in the store, which the others would be held to.
         own = {"slots": slots, "steps": steps, "seed": seed, "stages": stages, "quorum": quorum}
-        own["rules.silence_s"] = (rules or Rules()).silence_s  # by which each times the signs that others wait for
-        self._agree(notes, f"settings/{stage}", begun_with(method, self.named, **{**(begun or {}), **own}))
-        self._log = _asked(notes, "log", uuid.uuid4().hex)  # which one it is: versions of another mean nothing in it
+        rules = rules or Rules()
+        own["rules.silence_s"] = rules.silence_s  # by which each times the signs that others wait for
+        told = begun_with(method, self.named, **{**(begun or {}), **own})
+        self._agree(notes, f"settings/{stage}", told, rules.timeout_s)
+        # Which log it is: versions of another mean nothing in it.
+        self._log = _asked(notes, "log", uuid.uuid4().hex, rules.timeout_s)
         who = f"{slot}.{uuid.uuid4().hex[:12]}"
         if self.world is not None:
             who = self.world.tell(who, axis="stage")[0]
@@ -261,10 +280,14 @@ class ElasticUpdates(Engine):
 
     @classmethod
     def of(cls, model: nn.Module, world: World, method: MethodConfig, **known: Any) -> ElasticUpdates:
-        """Elastic updates of a model in the world of a replica; `known` as for the constructor, `notes` among them."""
+        """Return elastic updates of a model in the world of a replica.
+
+        `known` is as for the constructor, `notes` and `slot` included.
+        """
         return cls(model, known.pop("notes"), method=method, world=world, **known)
 
     def _check(self, quorum: int) -> None:
+        """Raise ConfigError for choices that do not go together with replicas that come and go."""
         m = self.method
         if m.trainable == "next_fragment":
             raise ConfigError("elastic replicas do not freeze fragments: not method.trainable = next_fragment")
@@ -303,7 +326,7 @@ class ElasticUpdates(Engine):
                 )
 
     def _says(self, value: float) -> float:
-        """Return what the first stage says, where there are several."""
+        """Return the `value` that the first stage gives, where there are several; every stage must call it."""
         if self.world is None:
             return value
         told = torch.tensor([value], dtype=torch.float64)  # on the CPU: a GPU would be waited for
@@ -316,9 +339,10 @@ class ElasticUpdates(Engine):
         return found.hexdigest()
 
     @staticmethod
-    def _agree(notes: Notes, what: str, mine: dict[str, Any]) -> None:
+    def _agree(notes: Notes, what: str, mine: dict[str, Any], within_s: float) -> None:
+        """Raise ConfigError where others have left other settings in the store under this name; else leave these."""
         told = json.dumps(mine)
-        if differs := first_difference(json.loads(_asked(notes, what, told)), json.loads(told), "there"):
+        if differs := first_difference(json.loads(_asked(notes, what, told, within_s)), json.loads(told), "there"):
             raise ConfigError(
                 f"replicas were started differently: {differs} (a store is of one run: another run needs another store)"
             )
@@ -326,13 +350,15 @@ class ElasticUpdates(Engine):
     def join(self) -> None:
         """Take the slot, and come to where the others are, if they are under way.
 
-        Raises ConfigError where replicas begin with different weights, and where the run is over and nobody is left of
-        whom its end could be had; then this replica has left.
+        Raises ConfigError where replicas begin with different weights, where the slot has got another holder meanwhile,
+        and where the run is over and nobody is left of whom its end could be had. After any error this replica has
+        left.
         """
         try:
             self.elastic.read()
             if self._says(not self._version and not self.elastic.roll.rounds):
-                self._agree(self.notes, f"weights/{self.elastic.stage}", {"initial weights": self._digest()})
+                what, within_s = f"weights/{self.elastic.stage}", self.elastic.rules.timeout_s
+                self._agree(self.notes, what, {"initial weights": self._digest()}, within_s)
             self.elastic.join(self._version)
             self._catch_up()
             self._gap = _Gap(self.steps_done, is_whole=self.steps_done == 0)
@@ -352,20 +378,31 @@ class ElasticUpdates(Engine):
 
     @property
     def rounds_done(self) -> int:
-        """How many rounds of the run the parameters last agreed contain, as far as this replica has applied them."""
+        """The number of rounds that the parameters last agreed contain, as far as this replica has applied them."""
         return self._next - (self._under_way is not None)
 
     def data_step(self, step: int, tokens: int) -> int:
-        """Return the step whose batch of its slot comes next, which is another one than the run's after an absence."""
+        """Return the step, from 1, whose batch of the slot's data comes next; a batch has so many tokens.
+
+        After an absence it is another step than that of the run.
+        """
         return self.tokens_read // tokens + 1
 
     @property
     def is_spokesman(self) -> bool:
-        """Tell whether this replica is to say how the model is: of those who hold one model, one; else each."""
+        """Tell whether this replica is to report how good the model is.
+
+        Of those that hold one model it is the one with the lowest slot in the round that was applied last; where each
+        has a model of its own, each is one.
+        """
         return not self.one_model or self.slot == min(self._present)
 
     def told(self) -> list[dict[str, Any]]:
-        """Return who took part in each round: its step and fragment, the slots, and the tokens of each."""
+        """Return who took part in each round of the run, in order, as far as the log has been read.
+
+        A round is {"step", "fragment", "slots", "tokens"}: after which step of the run it was, of which fragment, its
+        slots in ascending order, and the tokens that each of them counted.
+        """
         found = []
         for turn, done in zip(self._turns, self.elastic.roll.rounds, strict=False):
             slots, tokens = zip(*sorted(zip(done.slots, done.tokens, strict=True)), strict=True)
@@ -373,10 +410,11 @@ class ElasticUpdates(Engine):
         return found
 
     def step(self, tokens: int = 1) -> dict[str, float]:
-        """After an inner step on so many tokens: send the fragment whose turn it is, apply what is due.
+        """Note an inner step on so many tokens: send the fragment whose turn it is, and apply what is due.
 
         Where the others have gone on without this replica, the model's parameters, `steps_done` and `tokens_read` are
-        from now on as the run has them.
+        from now on as the run has them. Returns {}. Raises ConfigError where the slot has another holder, and CommError
+        where the others cannot be reached.
         """
         self._tokens += tokens
         self.tokens_read += tokens
@@ -393,7 +431,7 @@ class ElasticUpdates(Engine):
         """Apply what is under way, exchange what has trained since its last turn, and wait for those who come late.
 
         Where the others have gone on without this replica, and it has come to where they are, there may be inner steps
-        left (`is_training`): then nothing is finished yet, and `finish` is to be called again after them.
+        left (`is_training`): then nothing is finished yet, and `finish` is to be called again after them. Returns {}.
         """
         if self._is_finished or self.is_training:
             return {}
@@ -411,16 +449,17 @@ class ElasticUpdates(Engine):
         return {}
 
     def stop(self) -> None:
-        """End, from another thread, what this replica waits for: `join`, `step` or `finish` raises CommError there.
+        """Interrupt, from another thread, what this replica waits for: `join`, `step` or `finish` raises CommError.
 
-        What it has is as it was before, and can be kept (`state_dict`). Where there are several stages, the first ends
-        what the others are in.
+        What it has is as it was before, and can be kept (`state_dict`). A `finish` that has exchanged everything, and
+        waits for those who come late, returns instead. Where there are several stages, it is the first whose `stop`
+        counts, and it ends what the others are in too.
         """
         if self.elastic.stage == 0:
             self.elastic.stop()
 
     def close(self) -> None:
-        """Leave: nobody waits for this replica, and nothing can be had of it any more."""
+        """Leave the run: nobody waits for this replica any more, and nothing can be fetched from it."""
         self.elastic.stop()
         try:
             self._end_watch()
@@ -429,16 +468,16 @@ class ElasticUpdates(Engine):
             self.elastic.close()
 
     def evaluated(self, which: Evaluated = "agreed") -> AbstractContextManager[None]:
-        """Inside, the model holds the parameters last agreed, as of the rounds that this replica has applied.
+        """Return a context inside which the model holds the parameters last agreed, as of the rounds applied here.
 
-        Raises ConfigError for parameters of other replicas, who may not be there to be asked.
+        Raises ConfigError for parameters of other replicas, which may be gone.
         """
         if which != "agreed":
             raise ConfigError(f"elastic replicas evaluate the parameters last agreed, not {which}")
         return showing(self.fragments, lambda fragment: fragment.agreed)
 
     def weights(self) -> dict[str, Tensor]:
-        """The parameters last agreed, in fp32; where replicas have their own, this one's."""
+        """Return the parameters last agreed, in fp32, by name; where replicas have their own, this one's."""
         return whole_parameters(self.fragments, lambda fragment: fragment.agreed, self.named)
 
     def _is_turn(self) -> bool:
@@ -454,7 +493,7 @@ class ElasticUpdates(Engine):
         return self._turns[self._next].step if self._next < len(self._turns) else self.steps
 
     def _hurry(self) -> None:
-        """The others wait for this replica, or have gone on without it."""
+        """Jump to this replica's turn, as others wait for it, or come to where they are, as they have gone on."""
         waited_s = self._end_watch()
         if self._under_way is not None and not self._apply():
             return  # it has come to where the others are
@@ -467,12 +506,12 @@ class ElasticUpdates(Engine):
             self.steps_done = self._until
 
     def _begin_watch(self) -> None:
-        """Look, beside the inner steps and at the first stage, whether others wait for this replica's next turn."""
+        """Watch, beside the inner steps and at the first stage, whether others wait for this replica's next turn."""
         if self._next < len(self._turns) and self.elastic.stage == 0:
             self._watch = _Watch(self.elastic, self._next, self._worker)
 
     def _end_watch(self) -> float:
-        """Look no more; returns for how many seconds the others have waited."""
+        """End the watch, if there is one, and return for how many seconds the others have waited."""
         watch, self._watch = self._watch, None
         return 0.0 if watch is None else watch.end()
 
@@ -507,7 +546,11 @@ class ElasticUpdates(Engine):
         return found
 
     def _meet(self, turn: Turn, payloads: list[Payload], tokens: int) -> Round | None:
-        """Meet the others, and take the outer step with what they say, for others to have; beside the inner steps."""
+        """Meet the others in a round, take the outer step with its mean, and return the round; beside the inner steps.
+
+        The result is kept for others to fetch, and adopted by `_apply`. None where the round went on without this
+        replica.
+        """
         fragment = self.fragments[turn.fragment]
 
         def group(present: list[int]) -> list[int]:
@@ -528,7 +571,10 @@ class ElasticUpdates(Engine):
         return committed
 
     def _apply(self) -> bool:
-        """Apply what is under way; False where the round went on without this replica, which comes to the others."""
+        """Apply the round under way, once it is committed, and return True.
+
+        Return False where it went on without this replica, which then comes to where the others are.
+        """
         _, meeting = self._under_way
         self._under_way = None
         if (committed := meeting.result()) is None:
@@ -552,7 +598,10 @@ class ElasticUpdates(Engine):
                 event(committed, slots)
 
     def _catch_up(self) -> None:
-        """Come to where the others are: the latest round's parameters, at the step after which it was sent."""
+        """Come to where the others are: the latest round's parameters, at the step after which it was sent.
+
+        Raises ConfigError where the slot has another holder, or the run is over and nobody is left who has its end.
+        """
         self._end_watch()
         for fragment in self.fragments:
             fragment.unsay()
@@ -575,13 +624,15 @@ class ElasticUpdates(Engine):
         self._begin_watch()
 
     def map(self, change: Change) -> None:
-        """Refused: what is kept of parameters is others' too."""
+        """Raise ConfigError: what is kept of parameters is the others' too, and cannot be changed here alone."""
         raise ConfigError("elastic replicas keep to the subspace that they begin with, as others do")
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The parameters last agreed, the outer state, and of which log's which round: what a start can resume from.
+        """Return the state from which another start can resume, by name; this rank's own.
 
-        Where there are several stages, all must ask; the round is the latest that all of them have.
+        It is the parameters last agreed, the outer state, the "version", which is the id of the round that they are of,
+        and the "log", which names the store's log that has this round. Where there are several stages, all must call
+        it; the round is the latest that all of them have.
         """
         with self._lock:
             version = self._version
@@ -591,9 +642,9 @@ class ElasticUpdates(Engine):
             return self._state(version) | {name: value.cpu() for name, value in own.items()}
 
     def _state(self, version: int, *, since: int = 0) -> dict[str, Tensor]:
-        """Return the state as of the round met last, or as of the one before. The lock is held.
+        """Return the agreed state as of the round met last, or as of the one before. The lock is held.
 
-        since: a round; fragments that have not changed after it are left out, none where it is 0.
+        since: a round's id; fragments that have not changed after it are left out, none where it is 0.
         """
         met = self._met if version == self._version else {}
         state = {
@@ -606,15 +657,17 @@ class ElasticUpdates(Engine):
         return state | {"version": torch.tensor(version), "log": log}
 
     def _own(self, heard: Collection[int] = ()) -> dict[str, Tensor]:
-        """Return what is this replica's own of outer state; heard: fragments whose round is met, and not applied."""
+        """Return what of outer state is this replica's own; heard: fragments whose round is met, but not applied."""
         own = [fragment.own_state(heard=index in heard) for index, fragment in enumerate(self.fragments)]
         return {f"{index}/{name}": value.clone() for index, some in enumerate(own) for name, value in some.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Put back what `state_dict` gave; the model's parameters become those last agreed.
+        """Restore what `state_dict` returned; the model's parameters become those last agreed.
 
-        Raises ConfigError where the state is of another store's log, in which its round is not to be found.
+        Raises ConfigError, before anything is restored, where it is not a state of this method and this model, and
+        where it is of another store's log, in which its round is not to be found.
         """
+        check_state(state, self.fragments, {"version": [], "log": [len(self._log) // 2]})
         if bytes(state["log"].tolist()).hex() != self._log:
             raise ConfigError(
                 "it is of another store's log, and its round is not in this one: start with the store that it was made"

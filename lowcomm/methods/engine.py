@@ -2,7 +2,7 @@
 
     for batch in loader:
         loss(model, batch).backward()
-        engine.average_gradients()      what data-parallel training needs; with others it does nothing
+        engine.average_gradients()      for data-parallel training; other engines do nothing here
         optimizer.step(); optimizer.zero_grad()
         engine.step()
     engine.finish()
@@ -32,19 +32,20 @@ from lowcomm.methods.config import MethodConfig
 from lowcomm.methods.outer_state import flatten, unflatten_into
 from lowcomm.settings import ConfigError, brief, nearest
 
-#: What parameters may be of: what is agreed is kept in fp32, which holds all their values.
+#: The dtypes that parameters may have: what is agreed is kept in fp32, which holds all their values.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-#: What may be evaluated: the parameters last agreed, the first replica's own, the mean of all replicas' own.
+#: Which parameters to evaluate: those last agreed, the first replica's own, or the mean of all replicas' own.
 Evaluated = Literal["agreed", "first_replica", "replica_average"]
-#: Values of parameters, or of parts of them in their shapes, with the parameters' names: to be changed in place.
+#: Values of parameters, or of parts of them, in their shapes and with the parameters' names, to be changed in place.
 Values = Iterable[tuple[str, Tensor]]
 Change = Callable[[Values], None]
 
 
 def named_parameters(model: nn.Module | Mapping[str, Tensor], *, trained: bool = True) -> dict[str, Tensor]:
-    """Parameters by name, of a module or as given; with `trained`, those that want a gradient alone.
+    """Return parameters by name, of a module or as given; with `trained`, only those that require a gradient.
 
-    Raises ConfigError for what is neither, where there are none, and for values that fp32 does not hold.
+    Raises ConfigError for what is neither, where there are none, and where one that requires a gradient has none of
+    `DTYPES`.
     """
     if not isinstance(model, nn.Module | Mapping):
         raise ConfigError(f"a model is a module, or its parameters by name, not {brief(model)}")
@@ -60,13 +61,13 @@ def named_parameters(model: nn.Module | Mapping[str, Tensor], *, trained: bool =
 
 
 def check_ranks(world: World) -> None:
-    """Raise ConfigError for what are no ranks."""
+    """Raise ConfigError where `world` is not a `World`."""
     if not isinstance(world, World):
         raise ConfigError(f"an engine takes the ranks, as lowcomm.world() gives them, not {brief(world)}")
 
 
 def broadcast_weights(model: nn.Module | Mapping[str, Tensor], world: World) -> None:
-    """Overwrite all parameters and buffers by those of replica 0, as DistributedDataParallel does when it is made."""
+    """Overwrite all parameters and buffers with those of replica 0, as DistributedDataParallel does when it is made."""
     tensors = named_parameters(model, trained=False)
     if isinstance(model, nn.Module):
         tensors |= {f"buffer {name}": b for name, b in model.named_buffers()}
@@ -78,9 +79,9 @@ def broadcast_weights(model: nn.Module | Mapping[str, Tensor], world: World) -> 
 
 
 def weight_spread(world: World, parameters: list[Tensor]) -> float:
-    """Standard deviation of the replicas' weights: sqrt(mean over weights and replicas of (theta_m - mean)^2).
+    """Return the standard deviation of the replicas' weights, over all stages; every rank must call it.
 
-    Over all stages; every rank must ask, and gets the same.
+    It is sqrt(mean over weights and replicas of (theta_m - mean)^2), the same on every rank.
     """
     own = flatten(parameters).float()
     off = own.sub(world.mean(own.clone(), purpose="analysis")).double()
@@ -91,7 +92,7 @@ def weight_spread(world: World, parameters: list[Tensor]) -> float:
 
 @contextlib.contextmanager
 def holding(parameters: list[Tensor], values: Tensor) -> Iterator[None]:
-    """Inside it, parameters have other values (flat)."""
+    """Let parameters hold other values [n], flat, inside the context; when it ends they get their own back."""
     own = flatten(parameters)
     unflatten_into(values, parameters)
     try:
@@ -101,7 +102,10 @@ def holding(parameters: list[Tensor], values: Tensor) -> Iterator[None]:
 
 
 def of_replicas(world: World, parameters: list[Tensor], which: Evaluated) -> Tensor:
-    """The first replica's own parameters, or the mean of all replicas', flat. Raises ConfigError for another choice."""
+    """Return, flat, the first replica's own parameters or ("replica_average") the mean of all replicas' own, in fp32.
+
+    Every replica must call it. Raises ConfigError where `which` is not one of `Evaluated`.
+    """
     if which not in get_args(Evaluated):
         raise ConfigError(f"there are no parameters named {which!r} to evaluate{nearest(which, get_args(Evaluated))}")
     own = flatten(parameters)
@@ -124,7 +128,7 @@ class Engine(Choice, ABC):
     @classmethod
     @abstractmethod
     def of(cls, model: nn.Module, world: World, method: MethodConfig, **known: Any) -> Engine:
-        """The engine of a method, for a trainer whose replicas begin with equal weights: nothing is broadcast.
+        """Return the engine of a method, for a trainer whose replicas begin with equal weights: nothing is broadcast.
 
         `known`: seed, steps, constrain and layers, as for `LocalUpdates`; an engine may have no use for them.
         """
@@ -138,57 +142,67 @@ class Engine(Choice, ABC):
                 raise ConfigError(f"method.{field.name} means nothing with method.exchange = {method.exchange}")
 
     def data_step(self, step: int, tokens: int) -> int:
-        """Return the step of whose batch of data a replica takes its own in `step`, where each has so many tokens."""
+        """Return the step, from 1, whose batch of its own data a replica trains on in `step`.
+
+        `tokens` is the number of tokens that a replica trains on per step.
+        """
         return step
 
     def average_gradients(self) -> None:
-        """Between the backward pass and clipping."""
+        """Average gradients over replicas, where the engine does so; called between the backward pass and clipping."""
 
     def step(self, tokens: int = 1) -> dict[str, float]:
-        """After an inner step: exchange what is due. Returns what is worth logging.
+        """Exchange what is due after an inner step, and return what is worth logging, by name.
 
-        `tokens`: how many the replica has trained on in this step, for engines by which they weigh.
+        `tokens` is the number that the replica has trained on in this step, for engines that weigh replicas by it.
         """
         return {}
 
     def finish(self) -> dict[str, float]:
-        """After the last inner step: apply what is under way, and exchange what has changed since. As `step`."""
+        """Apply what is under way after the last inner step, and exchange what has changed since.
+
+        Returns what is worth logging, as `step` does.
+        """
         return {}
 
     def evaluated(self, which: Evaluated = "agreed") -> contextlib.AbstractContextManager[None]:
-        """Inside, the model holds the parameters to evaluate."""
+        """Return a context inside which the model holds the parameters to evaluate."""
         return contextlib.nullcontext()
 
     @abstractmethod
     def weights(self) -> dict[str, Tensor]:
-        """The parameters to evaluate, whole, by name; the mean of the replicas' own where they have no one model.
+        """Return the parameters to evaluate, whole, by name; the mean of the replicas' own where there is no one model.
 
-        Every rank must ask.
+        Every rank must call it.
         """
 
     def map(self, change: Change) -> None:
-        """Change in place what the engine keeps of parameters; waits for what travels."""
+        """Apply `change` in place to whatever the engine keeps of parameters, once what is under way has arrived."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return what to checkpoint beside the model and the inner optimizer, transfers that it waits for included.
+        """Return the state to checkpoint beside the model and the inner optimizer, by name.
 
-        It is this rank's own: every rank saves one, and loads its own.
+        Transfers under way are part of it, so it waits for them. It is this rank's own: every rank saves one, and loads
+        its own.
         """
         return {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Put back what `state_dict` gave."""
+        """Restore the state that `state_dict` returned."""
 
     def sent_bytes(self, steps: int) -> dict[str, int]:
-        """Closed form of this rank's bytes on the replica axis in `steps` steps, by purpose; {} if none is claimed."""
+        """Return the bytes that this rank sends on the replica axis in `steps` steps, by purpose, in closed form.
+
+        It is {} where the engine claims none.
+        """
         return {}
 
 
 class DataParallel(Engine):
-    """Gradients averaged over replicas at every step; parameters without a gradient count as zero.
+    """The engine that averages gradients over replicas at every step; a missing gradient counts as zero.
 
     Args:
-        model: a module or its parameters by name. Those that want no gradient are left alone.
+        model: a module, or its parameters by name. Those that do not require a gradient are left alone.
         world: the ranks.
         broadcast: begin with the weights (and buffers) of replica 0. Buffers are each replica's own from then on.
     """
@@ -203,11 +217,11 @@ class DataParallel(Engine):
 
     @classmethod
     def of(cls, model: nn.Module, world: World, method: MethodConfig, **known: Any) -> DataParallel:
-        """Data-parallel training; a method has nothing else to say of it."""
+        """Return the engine of data-parallel training, in which no setting of the method has a part."""
         return cls(model, world, broadcast=False)
 
     def average_gradients(self) -> None:
-        """Replace gradients by their mean over replicas."""
+        """Replace gradients, in place, by their mean over replicas, which is computed in fp32."""
         self._is_averaged = True
         if self.world.replicas == 1:
             return
@@ -218,7 +232,10 @@ class DataParallel(Engine):
         unflatten_into(self.world.mean(flatten(grads).float(), purpose="gradients"), grads)
 
     def step(self, tokens: int = 1) -> dict[str, float]:
-        """After an inner step. Raises ConfigError where its gradients were not averaged, so that replicas part."""
+        """Check that the gradients of this step were averaged; nothing is left to exchange.
+
+        Raises ConfigError where they were not, as replicas would then drift apart.
+        """
         if not self._is_averaged:
             raise ConfigError(
                 "data-parallel training averages gradients: call average_gradients() after each backward pass, before"
@@ -228,7 +245,7 @@ class DataParallel(Engine):
         return {}
 
     def weights(self) -> dict[str, Tensor]:
-        """The parameters, which all replicas share."""
+        """Return the parameters, which all replicas share, by name."""
         return self.named
 
     def sent_bytes(self, steps: int) -> dict[str, int]:
@@ -238,7 +255,10 @@ class DataParallel(Engine):
 
 
 class Independent(Engine):
-    """Replicas never exchange anything; but where routes are random, stages train on what other replicas computed."""
+    """Replicas that never exchange anything.
+
+    Where routes are random, their stages still train on what other replicas have computed.
+    """
 
     names = ("none",)
     one_model = False
@@ -250,16 +270,16 @@ class Independent(Engine):
 
     @classmethod
     def of(cls, model: nn.Module, world: World, method: MethodConfig, **known: Any) -> Independent:
-        """Independent replicas; a method has nothing else to say of them."""
+        """Return the engine of independent replicas, in which no setting of the method has a part."""
         return cls(model, world)
 
     def evaluated(self, which: Evaluated = "agreed") -> contextlib.AbstractContextManager[None]:
-        """Each replica's own parameters ("agreed"), or those of the first or their mean."""
+        """Return a context with each replica's own parameters ("agreed"), the first one's, or the mean of all."""
         if which == "agreed":
             return contextlib.nullcontext()
         return holding(self.parameters, of_replicas(self.world, self.parameters, which))
 
     def weights(self) -> dict[str, Tensor]:
-        """The mean of the replicas' parameters."""
+        """Return the mean of the replicas' parameters, in fp32, by name."""
         mean = of_replicas(self.world, self.parameters, "replica_average").split([p.numel() for p in self.parameters])
         return {n: v.view(p.shape) for (n, p), v in zip(self.named.items(), mean, strict=True)}

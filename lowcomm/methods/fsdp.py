@@ -20,11 +20,15 @@ from lowcomm.settings import ConfigError
 
 
 class _Allocate:
+    """The part of FSDP2's interface of collectives that allocates their buffers."""
+
     def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
 class _AllGather(_Allocate):
+    """FSDP2's all-gather, as an exchange of `World` among replicas."""
+
     def __init__(self, world: World):
         self.world = world
 
@@ -35,6 +39,8 @@ class _AllGather(_Allocate):
 
 
 class _ReduceScatter(_Allocate):
+    """FSDP2's reduce-scatter, as that of `World` over replicas."""
+
     def __init__(self, world: World):
         self.world = world
 
@@ -49,7 +55,8 @@ class _ReduceScatter(_Allocate):
 class FullySharded(Engine):
     """The engine of `exchange = fsdp`: everything happens inside the model's hooks.
 
-    Bytes are not claimed in closed form: padding and prefetch are FSDP2's own; the ledger says what it sent.
+    It claims no closed form of its bytes, as padding and prefetch are FSDP2's own; the ledger has what was sent. Raises
+    ConfigError where ranks are threads of one process.
     """
 
     names = ("fsdp",)
@@ -70,11 +77,11 @@ class FullySharded(Engine):
 
     @classmethod
     def of(cls, model: Decoder, world: World, method: MethodConfig, **known: Any) -> FullySharded:
-        """FSDP2; a method has nothing else to say of it."""
+        """Return the engine that shards `model` in place; no setting of the method has a part in that."""
         return cls(model, world)
 
     def weights(self) -> dict[str, Tensor]:
-        """All parameters, gathered."""
+        """Return copies of all parameters, gathered whole, by name; every rank must call it."""
         modules = [*self.model.blocks.values(), self.model]
         for module in modules:
             module.unshard()

@@ -6,8 +6,8 @@ A replica begins its inner steps at theta_i and moves by g_i. With W the weights
     theta_i' = x_i' + gamma (x_i' - x_i)
 
 where x_i is x_i' of the turn before, theta_i at first. On the complete graph (`peers = all`) this is Nesterov's
-momentum in its other form, and the method is DiLoCo; over random pairs (`peers = group`) it is a neighbour of NoLoCo,
-whose momentum is of what the group has moved and not of what the replica itself has. Whatever W is, as long as its
+momentum in its other form, and the method is DiLoCo; over random pairs (`peers = group`) it is close to NoLoCo, but
+its momentum is of what the group has moved, and not of what the replica itself has. Whatever W is, as long as its
 columns sum to one, the mean over replicas moves as DiLoCo's agreed parameters would with the same outer gradients.
 
 The update is inferred from the paper's abstract, which says that it generalises the outer optimizer to gossip, as this
@@ -44,7 +44,7 @@ from lowcomm.settings import ConfigError
 
 
 class GossipMomentum(OuterOptimizer):
-    """Momentum of averaged parameters: one message of parameters per turn, whatever the graph."""
+    """GASLoC's momentum of averaged parameters, with one message of parameters per turn, whatever the graph."""
 
     names = ("gasloc",)
     sends_parameters = True
@@ -54,7 +54,7 @@ class GossipMomentum(OuterOptimizer):
 
     @classmethod
     def of(cls, method: MethodConfig) -> GossipMomentum:
-        """The momentum with eta and gamma of a method."""
+        """Return the optimizer with a method's eta (`outer_lr`) and gamma (`outer_momentum`)."""
         return cls(method.outer_lr, method.outer_momentum)
 
     @classmethod
@@ -89,9 +89,10 @@ class GossipMomentum(OuterOptimizer):
 
 
 def second_moments(momentum: float, p: float) -> NDArray[np.float64]:
-    """The map of (E theta^2, E theta x, E x^2) of what replicas differ by, where they compute nothing.
+    """Return the matrix [3, 3] by which a turn maps (E theta^2, E theta x, E x^2), where replicas compute nothing.
 
-    p: the share of it that the mean over a random group keeps, 1 - `noloco.differing`.
+    These are the second moments of what replicas differ by. `p` is the share of it that the mean over a random group
+    keeps, 1 - `noloco.differing`.
     """
     moved = 1 + momentum
     return np.array(
@@ -104,9 +105,10 @@ def second_moments(momentum: float, p: float) -> NDArray[np.float64]:
 
 
 def momentum_bound(group: int, replicas: float = math.inf) -> float:
-    """The momentum (gamma) from which on replicas that compute nothing no longer come together.
+    """Return the momentum (gamma) from which on replicas that compute nothing no longer come together.
 
-    (sqrt(1 + 8 / p) - 1) / 4, and infinity where the group is of all.
+    It is (sqrt(1 + 8 / p) - 1) / 4 for groups of `group` among `replicas` (infinity: many), with p as in
+    `second_moments`, and infinity where the group is of all.
     """
     p = 1 - differing(group, replicas)
     return math.inf if p <= 0 else (math.sqrt(1 + 8 / p) - 1) / 4

@@ -20,7 +20,10 @@ PREFILL, DECODE, TOKENS = "prefill", "decode", "tokens"
 
 
 def choose(logits_BV: Tensor, temperature: float, generator: torch.Generator) -> Tensor:
-    """Next tokens [B]: the likeliest at temperature 0, else drawn from softmax(logits / temperature)."""
+    """Return the next token of each sequence, int64 [B]: the likeliest at temperature 0, else a random one.
+
+    A random one is drawn from softmax(logits / temperature) by `generator`, which is of the CPU.
+    """
     if temperature == 0:
         return logits_BV.argmax(-1)
     p = torch.softmax(logits_BV.float() / temperature, -1).cpu()
@@ -43,12 +46,16 @@ def generate(
     """Continue prompts [B, T] by `new_tokens`; every stage of a replica must call it.
 
     Args:
-        model, boundary: this rank's stage, and what its messages say.
+        model, boundary: this rank's stage, and the format of its messages.
+        world: the ranks; each replica generates along its own stages.
         prompts_BT: token ids; stages after the first use their shape alone.
         groups: parts of the batch that are under way at a time; at least as many as stages keep all of them busy.
-        temperature, seed: of the choice of tokens.
+        temperature, seed: of the choice of tokens; at temperature 0 the likeliest are taken.
+        autocast: the context of each forward pass.
 
-    Returns [B, T + new_tokens] at the first stage, None elsewhere. Raises ValueError.
+    Returns the prompts and what follows them, [B, T + new_tokens], at the first stage, and None elsewhere. Raises
+    ValueError where there are no prompts [B, T], where `new_tokens` is below 1, where the T + new_tokens - 1 tokens to
+    read are more than `model.seq_len`, for a temperature below 0, and where `groups` is not from 1 to B.
     """
     if prompts_BT.dim() != 2 or not prompts_BT.numel():
         raise ValueError(f"prompts must be token ids [B, T], got shape {tuple(prompts_BT.shape)}")
@@ -117,7 +124,10 @@ def generate(
 def generated_bytes(
     boundary: Boundary, stage: int, stages: int, sequences: int, prompt: int, new_tokens: int, groups: int = 1
 ) -> dict[str, int]:
-    """Closed form of what a stage sends in `generate`, by purpose."""
+    """Return the bytes that one stage sends in `generate`, by purpose, in closed form.
+
+    `sequences` are the prompts of `prompt` tokens each, `stage` counts from 0, and the rest is as for `generate`.
+    """
     boundary = boundary.sending_ids()
     sizes = [sequences // groups + (g < sequences % groups) for g in range(groups)]
     inner = stage < stages - 1

@@ -4,10 +4,10 @@
     muon          Muon of the matrices inside blocks, AdamW of the rest (`muon`)
 
 With one replica and an outer optimizer, AdamW inside is SNOO (Kallusky et al., 2025, arXiv:2510.15830): an outer
-optimizer without anybody else.
+optimizer without other replicas.
 
 To add an inner optimizer, write a file in this folder with a class that derives from `InnerOptimizer` and has `names`.
-What it needs of its own, such as a rate, is a field of `TrainConfig`.
+The settings that it alone needs, such as a rate, are fields of `TrainConfig`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class InnerOptimizer(Choice, ABC):
     """An optimizer of the parameters that a replica trains.
 
     Attributes:
-        moments: how many values it keeps of each parameter.
+        moments: how many values it keeps per value of a parameter.
     """
 
     moments: ClassVar[int] = 2
@@ -53,26 +53,29 @@ class InnerOptimizer(Choice, ABC):
     def of(
         cls, trained: Mapping[str, Tensor], t: InnerSettings, mean_dims: Mapping[str, int] | None = None
     ) -> torch.optim.Optimizer:
-        """Make the optimizer; weight decay is on matrices alone.
+        """Make the optimizer; weight decay applies to matrices alone.
 
         Args:
             trained: parameters by name, those inside blocks as a `Decoder` names them.
             t: the settings. Groups with a rate of their own have it as `peak_lr`.
-            mean_dims: see `subspace.RowAdamW`, by the parameters' names.
+            mean_dims: the `mean_dim` of `subspace.RowAdamW` for each matrix that has one, by name.
         """
 
     @classmethod
     def check(cls, t: InnerSettings, method: MethodConfig) -> None:
-        """Raise ConfigError where settings or the method do not go with it."""
+        """Raise ConfigError where the settings or the method do not go with this optimizer."""
 
     @classmethod
     def fewer_moments(cls, shapes: Mapping[str, Sequence[int]]) -> int:
-        """Count the values that it does not keep of parameters of these shapes, of `moments` for each."""
+        """Return how many values the optimizer spares of parameters of these shapes, by name.
+
+        By default it spares none, and keeps `moments` per value of every parameter.
+        """
         return 0
 
 
 class SGD(InnerOptimizer):
-    """Stochastic gradient descent without a momentum."""
+    """Stochastic gradient descent without momentum."""
 
     names = ("sgd",)
     moments = 0
@@ -81,12 +84,12 @@ class SGD(InnerOptimizer):
     def of(
         cls, trained: Mapping[str, Tensor], t: InnerSettings, mean_dims: Mapping[str, int] | None = None
     ) -> torch.optim.Optimizer:
-        """SGD, whatever the means, as it has no second moment."""
+        """Return SGD, whatever the `mean_dims`, as it has no second moment."""
         return torch.optim.SGD(_groups(trained, t), lr=t.lr)
 
 
 class AdamW(InnerOptimizer):
-    """AdamW, fused; with means in place of second moments where there are some."""
+    """AdamW, fused unless parameters are sharded; matrices with a mean dimension have means as second moments."""
 
     names = ("adamw",)
 
@@ -94,7 +97,7 @@ class AdamW(InnerOptimizer):
     def of(
         cls, trained: Mapping[str, Tensor], t: InnerSettings, mean_dims: Mapping[str, int] | None = None
     ) -> torch.optim.Optimizer:
-        """AdamW, or `RowAdamW` where a matrix has a mean."""
+        """Return AdamW, or `RowAdamW` where a matrix has a mean dimension."""
         told = {"lr": t.lr, "betas": (t.beta1, t.beta2), "eps": t.eps}
         groups = _groups(trained, t, mean_dims)
         if any("mean_dim" in group for group in groups):
@@ -106,7 +109,7 @@ class AdamW(InnerOptimizer):
 def _groups(
     trained: Mapping[str, Tensor], t: InnerSettings, mean_dims: Mapping[str, int] | None = None
 ) -> list[dict[str, object]]:
-    """Return matrices, vectors, and then the matrices of each dimension over which a mean is taken."""
+    """Return parameter groups: matrices, vectors, and then those matrices that have a mean dimension, by dimension."""
     matrices: dict[int | None, list[Tensor]] = {None: []}
     for name, p in trained.items():
         if p.dim() >= 2:

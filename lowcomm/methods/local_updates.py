@@ -28,7 +28,7 @@ fragment at a time, with tau inner steps between sending Delta_m and applying De
 Federated averaging (local SGD) exchanges theta itself and takes its mean.
 
 NoLoCo (`noloco`) takes the mean over a random group. Then nothing is agreed by all: each replica has a phi of its own,
-its slow weights, and the outer optimizer also wants the mean of the group's. As this group is known in advance, slow
+its slow weights, and the outer optimizer also needs the mean of the group's. As this group is known in advance, slow
 weights travel to the next one as soon as they have been updated, while the inner steps go on (section 3.2).
 
 Where only some replicas keep their parameters to a subspace (P projects on it; `boundary.replicas`), what is agreed
@@ -43,7 +43,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -73,13 +73,13 @@ from lowcomm.settings import ConfigError, brief, build, nearest, whole_number
 
 
 def pairwise_cosine(vectors: list[Tensor]) -> float:
-    """Mean cosine similarity over all pairs of flat vectors."""
+    """Return the mean cosine similarity over all pairs of two or more flat vectors."""
     stacked = torch.stack([v / v.norm().clamp_min(1e-30) for v in vectors]).double()
     n = len(vectors)
     return float((stacked @ stacked.T).triu(1).sum() / (n * (n - 1) / 2))
 
 
-#: Settings of a method that say how a model is run, and nothing to an engine.
+#: Settings of a method that say how a model is run, and mean nothing to an engine.
 OF_PASSES = ("input_gradients", "route")
 #: The name of the residual in outer state: a replica's own, where the rest is agreed on.
 RESIDUAL = "residual"
@@ -91,17 +91,19 @@ class FragmentState:
     """The state that a replica keeps of one fragment: parameters, outer state and optimizer, and transfers under way.
 
     Args:
-        pieces: its parameters' parts. named: the model's parameters.
+        pieces: the parts of parameters that the fragment is made of. named: the model's parameters.
         outer: the outer optimizer.
         offload: whether outer state is in the CPU's memory.
         feedback: beta of error feedback; 0 for none.
         mixes: whether a replica keeps a share of its own parameters when it takes over what is agreed.
         factor: what the replica multiplies its outer gradient by before others see it: 1 where it is honest.
-        basis: in which it is encoded and averaged.
-        keep: what this replica's own parameters and outer gradients are held to, where others' are not.
+        basis: the basis in which messages are encoded and averaged; None: of values as they lie.
+        keep: the constraint, as a change in place, on this replica's own parameters and outer gradients, where it is
+            not on the others'; None where there is none.
 
-    Attributes: `under_way` and `peers` are the means on their way (of what was sent, and of the next peers' slow
-    weights), `due` the step after which the first is applied, `turns` the number of turns it has had.
+    Attributes: `under_way` and `peers` are handles on the means under way (of what was sent, and of the next peers'
+    slow weights), None where there are none; `due`, the step after which the first is applied; `turns`, the number of
+    turns that the fragment has had; `numel`, its values.
     """
 
     def __init__(
@@ -134,20 +136,23 @@ class FragmentState:
 
     @property
     def agreed(self) -> Tensor:
-        """The parameters last agreed, flat, where they are at home."""
+        """The parameters last agreed, flat fp32, where they are at home: in the CPU's memory with `offload`."""
         return self._state.read()["agreed"]
 
     @property
     def resident(self) -> int:
-        """Bytes of outer state on the device."""
+        """The number of bytes of outer state that are on the device now."""
         return self._state.resident
 
     def fetch(self, *, to_apply: bool) -> None:
-        """Begin to bring outer state to the device: what the outer step needs, or what a message is made of."""
+        """Begin to copy outer state to the device: what the outer step needs (`to_apply`), or what a message needs."""
         self._state.fetch(*(self._stepped if to_apply else ("agreed", *self._own)))
 
     def delta(self) -> Tensor:
-        """The outer gradient: agreed minus the replica's own parameters; of what it keeps to, as others see it."""
+        """Return the outer gradient, flat fp32, as others see it: agreed minus the replica's own parameters.
+
+        It is held to what the replica keeps to (`keep`), and multiplied by `factor`.
+        """
         (agreed,) = self._state.use("agreed")
         theta = self._theta(agreed)
         return self._as_seen(torch.sub(agreed, theta, out=theta))
@@ -171,7 +176,7 @@ class FragmentState:
         return torch.cat([part - part.to(p.dtype) for part, p in parts])
 
     def _as_seen(self, sent: Tensor) -> Tensor:
-        """Change in place what is sent, or would be, to what others see of it."""
+        """Change in place what is sent, or would be, to what others see of it, and return it."""
         if self._keep is not None:  # less what is agreed outside, of which this replica has nothing to say
             self._keep(self.values(sent))
         return sent if self.factor == 1 else sent.mul_(self.factor)
@@ -184,14 +189,17 @@ class FragmentState:
         *,
         may_be_unsaid: bool = False,
     ) -> tuple[Tensor, list[Tensor] | None]:
-        """Return what is to be averaged, the outer gradient or the parameters themselves; and it encoded, if known.
+        """Return what is to be averaged [n], in the basis, and the same as it is sent, by sections.
 
-        With error feedback, what earlier messages have lost is added, and what this one loses is kept for the next.
+        It is the outer gradient, or the parameters themselves. With error feedback, what earlier messages have lost is
+        added, and what this one loses is kept for the next; without, nothing is encoded here, and the second result is
+        None.
 
         Args:
-            outer: with the numbers of this turn.
-            encode: gives a message as it is sent, and what the others make of it; asked where there is feedback.
-            constrain: what the mean of messages is held to, so that nothing is kept that can never be said.
+            outer: the outer optimizer with the numbers of this turn.
+            encode: returns a message as it is sent, and what the others decode; called only with error feedback.
+            constrain: holds values to what the mean of messages is held to: here the residual, so that nothing is kept
+                that can never be sent.
             may_be_unsaid: keep what `unsay` needs, until the message's mean is adopted.
         """
         (agreed,) = self._state.use("agreed")
@@ -210,24 +218,24 @@ class FragmentState:
         return self._basis.into(sent, self._shapes), None
 
     def of_mean(self, mean: Tensor) -> Tensor:
-        """Return the mean of messages as values of parameters, in their order."""
+        """Return a mean of messages [n], which is in the basis, as values of parameters [n], in their order."""
         return self._basis.back(mean, self._shapes)
 
     def change_mean(self, mean: Tensor, change: Change) -> None:
-        """Change in place the mean of messages, as values of parameters."""
+        """Apply `change` in place to a mean of messages, which `change` gets as values of parameters."""
         values = self.of_mean(mean)
         change(self.values(values))
         mean.copy_(self._basis.into(values, self._shapes))
 
     def unsay(self) -> None:
-        """Take the last message back, if its mean has not been adopted: then nobody has heard it."""
+        """Take back a message whose mean has not been adopted, as nobody has heard it: restore the residual."""
         if self._unsaid is not None:
             self._state.use(RESIDUAL)[0].copy_(self._unsaid)
             self._state.release(changed=(RESIDUAL,))
             self._unsaid = None
 
     def agreed_state(self) -> dict[str, Tensor]:
-        """Outer state without what is this replica's own, by name. Not to be written."""
+        """Return outer state without what is this replica's own, by name. It must not be written to."""
         return {name: self.outer_state()[name] for name in self._stepped}
 
     def own_state(self, *, heard: bool = False) -> dict[str, Tensor]:
@@ -241,7 +249,7 @@ class FragmentState:
     def apply(self, mean: Tensor, mixing: float, peers: Tensor | None, outer: OuterOptimizer) -> None:
         """Take the outer step with the mean of what was sent, then mix: theta <- alpha theta + (1 - alpha) agreed.
 
-        `peers`: as in `OuterOptimizer.step`; `outer`: with the numbers of this turn.
+        `peers` is as in `OuterOptimizer.step`; `outer` has the numbers of this turn.
         """
         self._step(self._on_device(), mean, peers, outer)
         self._mix(mixing)
@@ -253,7 +261,7 @@ class FragmentState:
         return state
 
     def adopt(self, state: Mapping[str, Tensor], mixing: float) -> None:
-        """Take outer state that `after` has returned, then mix, as `apply` does."""
+        """Take over outer state that `after` has returned, then mix, as `apply` does."""
         for name, value in self._on_device().items():
             value.copy_(state[name])
         self._unsaid = None
@@ -280,7 +288,7 @@ class FragmentState:
         self._state.release(changed=self._state.names)
 
     def begin_from_agreed(self) -> None:
-        """Let the replica's own parameters become those last agreed, of which the whole has been put back."""
+        """Set the replica's own parameters to those last agreed, after all outer state has been put back."""
         (agreed,) = self._state.use("agreed")
         unflatten_into(agreed, self.parameters)
         if ROUNDING in self._own:
@@ -288,16 +296,19 @@ class FragmentState:
         self._state.release(changed=self._own)
 
     def release(self) -> None:
-        """Outer state is not needed until the mean has come."""
+        """Let go of outer state on the device, which is not needed until the mean has come."""
         self._state.release(changed=self._own)
 
     def values(self, flat: Tensor) -> list[tuple[str, Tensor]]:
-        """Flat values, as of `agreed`, in the shapes of the fragment's pieces, with their parameters' names."""
+        """Return flat values, as of `agreed`, as views in the shapes of the pieces, with their parameters' names."""
         parts = flat.split([piece.numel for piece in self.pieces])
         return [(piece.parameter, v.view(piece.shape)) for piece, v in zip(self.pieces, parts, strict=True)]
 
     def arrived(self, world: World) -> dict[str, Tensor]:
-        """Wait for what is under way and return it by name; it is at hand from now on."""
+        """Wait for the means under way, and return them by name: `under_way` and `peers`, where there are such.
+
+        From then on their handles give them without a wait.
+        """
         found = {}
         for name in ("under_way", "peers"):
             if (handle := getattr(self, name)) is not None:
@@ -306,21 +317,25 @@ class FragmentState:
         return found
 
     def map(self, change: Change) -> None:
-        """Change outer state in place."""
+        """Apply `change` in place to all outer state, each tensor as values of parameters."""
         for flat in self._state.use(*self._state.names):
             change(self.values(flat))
         self._state.release(changed=self._state.names)
 
     def outer_state(self) -> dict[str, Tensor]:
-        """The parameters last agreed, the outer optimizer's buffers and the residual, by name. Not to be written."""
+        """Return outer state by name; it must not be written to.
+
+        It is the parameters last agreed, the outer optimizer's buffers, and this replica's residual and rounding where
+        it has them.
+        """
         return self._state.read()
 
     def put_outer_state(self, state: Mapping[str, Tensor]) -> None:
-        """Put back what `outer_state` gave."""
+        """Overwrite outer state with what `outer_state` returned, of a state that `check_state` has let pass."""
         self._state.load(state)
 
     def state_dict(self, world: World) -> dict[str, Tensor]:
-        """Outer state, what was under way, and the counts."""
+        """Return outer state, the means that were under way, which it waits for, and `due` and `turns`, by name."""
         return {
             **self.outer_state(),
             **self.arrived(world),
@@ -329,7 +344,7 @@ class FragmentState:
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor], world: World) -> None:
-        """Put back what `state_dict` gave."""
+        """Restore what `state_dict` returned, which `check_state` has found to be a state of this fragment."""
         self.put_outer_state(state)
         for name in ("under_way", "peers"):
             there = state.get(name)
@@ -340,7 +355,7 @@ class FragmentState:
 def fragment_states(
     plan: Plan, named: Mapping[str, Tensor], replica: int, keep: Change | None = None
 ) -> list[FragmentState]:
-    """Return the state that a replica has of each of a plan's fragments, as training begins; `keep` as for each."""
+    """Return the state of each of a plan's fragments as a replica begins to train; `keep` is as for `FragmentState`."""
     m = plan.method
     asked = {"offload": m.offload_outer, "feedback": m.error_feedback, "factor": plan.factor(replica)}
     asked |= {"mixes": m.mixing > 0, "basis": plan.basis, "keep": keep}
@@ -350,7 +365,7 @@ def fragment_states(
 def whole_parameters(
     fragments: Sequence[FragmentState], values: Callable[[FragmentState], Tensor], named: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return whole parameters in fp32 by name, put together from what `values` gives of one fragment after another."""
+    """Return whole parameters in fp32, by name, made of the flat values that `values` returns for each fragment."""
     whole = {n: torch.empty(p.shape, dtype=torch.float32, device=p.device) for n, p in named.items()}
     for fragment in fragments:
         for piece, (_, value) in zip(fragment.pieces, fragment.values(values(fragment)), strict=True):
@@ -360,7 +375,7 @@ def whole_parameters(
 
 @contextlib.contextmanager
 def showing(fragments: Sequence[FragmentState], values: Callable[[FragmentState], Tensor]) -> Iterator[None]:
-    """Inside, the parameters of each fragment hold other values, which `values` gives, flat."""
+    """Let the parameters of each fragment hold other values inside the context: those that `values` returns, flat."""
     with contextlib.ExitStack() as stack:
         for fragment in fragments:
             stack.enter_context(holding(fragment.parameters, values(fragment)))
@@ -371,18 +386,19 @@ class LocalUpdates(Engine):
     """Replicas train alone and meet for a fragment at its turn: DiLoCo, Streaming DiLoCo, federated averaging, NoLoCo.
 
     Call `step` after every step of the inner optimizer, whatever it is, and `finish` after the last one: what is under
-    way is then applied, and with `close_last_round` every fragment is exchanged once more, so that no inner step is
-    lost. With `trainable = next_fragment` all fragments but the next to be exchanged are frozen (FedPart): no gradient
-    is computed for them, and their inner optimizer state rests.
+    way is then applied, and with `close_last_round` every fragment that has trained since its last turn is exchanged
+    once more, so that no inner step is lost. With `trainable = next_fragment` all fragments but the one exchanged next
+    are frozen (FedPart): no gradient is computed for them, and their inner optimizer state rests.
 
     Args:
-        model: any module, or parameters by name. What wants no gradient is neither exchanged nor billed, unless slices
-            are trained (`partial`). Buffers (of batch norm, say) stay each replica's own.
+        model: any module, or parameters by name. One that requires no gradient is neither exchanged nor billed, unless
+            slices are trained (`partial`). Buffers (of batch norm, say) stay each replica's own.
         world: the ranks; `world.step` counts the inner steps from now on, and the ledger bills to it.
         method: the choices; `settings` replace some of its fields, by default those of DiLoCo.
         seed: of everything random (groups, codecs); the same on all ranks.
-        steps: of the whole run, where they are known: what nobody would need after them is not sent then. (NoLoCo sends
-            slow weights ahead for a next turn.)
+        steps: of the whole run; None where they are not known. Where they are, nothing is sent that nobody would need
+            after them (NoLoCo sends slow weights ahead for a next turn). Outer settings that follow points of the run
+            need them.
         broadcast: begin with the weights and buffers of replica 0, as all replicas must begin alike.
         constrain: changes the means that arrive in place, where a constraint must hold that a lossy codec breaks; where
             only some replicas keep to it (`boundary.replicas`), their own outer gradients and parameters instead.
@@ -438,17 +454,18 @@ class LocalUpdates(Engine):
 
     @classmethod
     def of(cls, model: nn.Module, world: World, method: MethodConfig, **known: Any) -> LocalUpdates:
-        """Local updates of a model whose replicas begin alike already; `known` as for the constructor."""
+        """Return local updates of a model whose replicas begin alike already; `known` is as for the constructor."""
         return LocalUpdates(model, world, method, broadcast=False, **known)
 
     @classmethod
     def check(cls, method: MethodConfig, replicas: int) -> None:
-        """Nothing: the plan checks what local updates need."""
+        """Check nothing, as the plan checks what local updates need."""
 
     def step(self, tokens: int = 1) -> dict[str, float]:
-        """After an inner step: send the fragments whose turn it is, apply those that are due.
+        """Send the fragments whose turn comes after this inner step, and apply those that are due.
 
-        All replicas weigh alike, whatever their `tokens`.
+        Returns, with `record_cosine`, the mean cosine of the replicas' outer gradients for each fragment that was sent:
+        "cosine", or "cosine_<fragment>" where there are several. All replicas weigh alike, whatever their `tokens`.
         """
         self.steps_done += 1
         self.world.step = step = self.steps_done
@@ -465,7 +482,7 @@ class LocalUpdates(Engine):
         """Apply what is under way; with `close_last_round`, exchange what has trained since its last turn.
 
         A second call after the same step exchanges nothing. Parameters that were frozen for a while (`trainable =
-        next_fragment`) want a gradient again afterwards.
+        next_fragment`) require a gradient again afterwards. Returns what `step` does.
         """
         logged: dict[str, float] = {}
         for index, fragment in enumerate(self.fragments):
@@ -484,7 +501,7 @@ class LocalUpdates(Engine):
         return logged
 
     def _prepare(self) -> None:
-        """Begin to fetch the outer state that the next step's turns need; freeze and thaw."""
+        """Begin to fetch the outer state that the next step needs; with next_fragment, freeze all other fragments."""
         step = self.steps_done + 1
         for index in self.plan.turns(step):
             self.fragments[index].fetch(to_apply=False)
@@ -508,7 +525,7 @@ class LocalUpdates(Engine):
         ahead: bool = False,
         packed: list[Tensor] | None = None,
     ) -> Handle:
-        """Begin to replace `x` by its mean over this replica's group at the next turn of a fragment."""
+        """Begin to replace `x` by its mean over this replica's group at a fragment's next turn; return its handle."""
         world, plan = self.world, self.plan
         group = plan.group(index, self.fragments[index].turns, world.replica)
         if plan.is_plain(index) and len(group) == world.replicas and not ahead:
@@ -550,17 +567,23 @@ class LocalUpdates(Engine):
         return self.steps is None or self.fragments[index].turns < self.plan.turns_in(index, self.steps)
 
     def evaluated(self, which: Evaluated = "agreed") -> contextlib.AbstractContextManager[None]:
-        """The outer parameters (Streaming DiLoCo, Table 3), whatever the replica holds in between; or inner ones.
+        """Return a context inside which the model holds the outer parameters ("agreed"), or inner ones.
 
-        Where replicas have different tau, one may apply a fragment's mean before another does: until then, each shows
-        its own outer parameters, and a loss over the windows of all is the mean of both.
+        Outer ones (Streaming DiLoCo, Table 3) are shown whatever the replica holds in between. Where replicas have
+        different tau, one may apply a fragment's mean before another does: until then, each shows its own outer
+        parameters, and a loss over the windows of all is the mean of both.
+
+        Inner ones are those of the first replica, or the mean of all; every replica must enter the context.
         """
         if which == "agreed":
             return showing(self.fragments, lambda f: f.agreed)
         return showing(self.fragments, lambda f: of_replicas(self.world, f.parameters, which))
 
     def weights(self) -> dict[str, Tensor]:
-        """The parameters last agreed, in fp32; where replicas have their own, the mean of these."""
+        """Return the parameters last agreed, in fp32, by name; where replicas have their own, the mean of these.
+
+        Every replica must call it.
+        """
 
         def agreed(fragment: FragmentState) -> Tensor:
             if self.one_model:
@@ -570,7 +593,7 @@ class LocalUpdates(Engine):
         return whole_parameters(self.fragments, agreed, self.named)
 
     def map(self, change: Change) -> None:
-        """Change in place what is kept of parameters: outer state and the means that have arrived."""
+        """Apply `change` in place to outer state and to the means under way, which are waited for."""
         for fragment in self.fragments:
             fragment.map(change)
             arrived = fragment.arrived(self.world)
@@ -581,22 +604,27 @@ class LocalUpdates(Engine):
                 change(fragment.values(peers))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Outer state, means under way (waited for), and how far each fragment is; this rank's own."""
+        """Return outer state, the means under way and how far each fragment is, by name: this rank's own.
+
+        It waits for what is under way.
+        """
         state = {"steps_done": torch.tensor(self.steps_done), "closed_after": torch.tensor(self._closed_after)}
         for index, fragment in enumerate(self.fragments):
             state |= {f"{index}/{name}": b for name, b in fragment.state_dict(self.world).items()}
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Put back what `state_dict` gave. The model's parameters are the user's to put back.
+        """Restore what `state_dict` returned; the model's own parameters are left to the caller.
 
-        Raises ConfigError for the state of another method or model.
+        Raises ConfigError, before anything is restored, where it is not a state of this method and this model.
         """
-        if missing := sorted({"steps_done", *(f"{i}/agreed" for i in range(len(self.fragments)))} - state.keys()):
-            raise ConfigError(f"this is no state of a method of {len(self.fragments)} fragments: it lacks {missing[0]}")
+        indices = range(len(self.fragments))
+        counts = ["steps_done", "closed_after", *(f"{i}/{name}" for i in indices for name in ("due", "turns"))]
+        on_their_way = [f"{i}/{name}" for i in indices for name in ("under_way", "peers")]
+        check_state(state, self.fragments, {name: [] for name in counts}, optional=on_their_way)
         for index, fragment in enumerate(self.fragments):
             fragment.load_state_dict(of_fragment(state, index), self.world)
-        self.steps_done, self._closed_after = int(state["steps_done"]), int(state.get("closed_after", -1))
+        self.steps_done, self._closed_after = int(state["steps_done"]), int(state["closed_after"])
         self.world.step = self.steps_done
         self._prepare()
 
@@ -610,21 +638,45 @@ class LocalUpdates(Engine):
 
 
 def begun_with(method: MethodConfig, named: Mapping[str, Tensor], **more: Any) -> dict[str, Any]:
-    """Return what all replicas must have begun with, by name: `more`, the method, and the parameters' shapes."""
+    """Return what all replicas must have begun with, by name: `more`, the method, and parameters' shapes and dtypes."""
     told = more | {f"method.{name}": value for name, value in dataclasses.asdict(method).items()}
     return told | {f"parameter {name}": [list(p.shape), str(p.dtype)] for name, p in named.items()}
 
 
+def check_state(
+    state: Mapping[str, Tensor],
+    fragments: Sequence[FragmentState],
+    besides: Mapping[str, list[int]],
+    optional: Collection[str] = (),
+) -> None:
+    """Raise ConfigError where a state dictionary is not one of these fragments.
+
+    It must hold the outer state of each fragment and the tensors that `besides` gives by name, in their shapes. It may
+    hold those named in `optional`, and nothing else.
+    """
+    needed = dict(besides)
+    for index, fragment in enumerate(fragments):
+        needed |= {f"{index}/{name}": list(value.shape) for name, value in fragment.outer_state().items()}
+    what = f"this is no state of a method of {len(fragments)} fragments"
+    if missing := sorted(needed.keys() - state.keys()):
+        raise ConfigError(f"{what}: it lacks {missing[0]}")
+    if strange := sorted(state.keys() - needed.keys() - set(optional)):
+        raise ConfigError(f"{what} like these: it has {strange[0]}")
+    for name, shape in needed.items():
+        if list(state[name].shape) != shape:
+            raise ConfigError(f"{what} like these: {name} has the shape {list(state[name].shape)}, not {shape}")
+
+
 def of_fragment(state: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
-    """Return the part of a state dictionary that is one fragment's, under the names that it has there."""
+    """Return the part of a state dictionary that is one fragment's, under the names that the fragment gives it."""
     return {name.partition("/")[2]: t for name, t in state.items() if name.startswith(f"{index}/")}
 
 
 def with_settings(method: MethodConfig, settings: Mapping[str, Any]) -> MethodConfig:
     """Return a method with some fields replaced; a single value may stand where a list belongs.
 
-    Raises ConfigError for a field that there is not or that says nothing to an engine, or a value that is not of its
-    kind.
+    Raises ConfigError where `method` is no `MethodConfig`, for a field that does not exist or means nothing to an
+    engine, and for a value of another kind than the field's.
     """
     if not isinstance(method, MethodConfig):
         raise ConfigError(f"a method is a MethodConfig, not {brief(method)}; its settings may also be given by name")

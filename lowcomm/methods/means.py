@@ -1,13 +1,14 @@
-"""Means: what a group makes of the messages of its members.
+"""Means: the rules by which a group combines the messages of its members.
 
 An ordinary mean lets a single replica that sends nonsense decide. The robust ones bound what a few can do: the
 coordinate-wise median and trimmed mean (Yin et al., 2018, arXiv:1803.01498), and clipping to the median norm, as
 Covenant-72B has it for outer gradients. Members that move in unlike directions have a mean that is shorter than they
-are, unless lengths and directions are averaged apart. Sparse messages have a question of their own: whether a member
+are, unless lengths and directions are averaged apart. Sparse messages raise a question of their own: whether a member
 that has sent nothing at a place counts as zero there (SparseLoCo's Algorithm 1) or not at all (its public code, and
 DeMo's).
 
-Norms are each member's own work, so with means of these replicas stay equal to the last bit where machines round alike.
+Each member computes norms by itself, so with a mean that depends on them replicas stay equal to the last bit where
+their machines round alike.
 
 To add one, write a file in this folder with a class that derives from `Mean` and has `names`.
 """
@@ -32,8 +33,8 @@ class Mean(Choice, ABC):
 
     Attributes:
         is_ordinary: whether it is the mean that `World.mean` computes.
-        by_coordinate: whether each value depends on the members' values in its place alone, so that members can work it
-            out in shares; else each needs all messages whole.
+        by_coordinate: whether each value depends on the members' values in its place alone, so that each member can
+            compute a share of the values; else each member needs all messages whole.
     """
 
     is_ordinary: ClassVar[bool] = False
@@ -41,23 +42,23 @@ class Mean(Choice, ABC):
 
     @classmethod
     def of(cls, method: MethodConfig) -> Mean:
-        """The mean with the numbers of a method."""
+        """Make the mean with the settings of a method."""
         return cls()
 
     @classmethod
     def check(cls, method: MethodConfig, members: int) -> None:
-        """Raise ConfigError for settings with which it does not work; `members` is how many own each value."""
+        """Raise ConfigError for settings with which the mean does not work; `members` is how many own a value."""
 
     @abstractmethod
     def over(self, parts: Iterable[Tensor], weights: Sequence[float]) -> Tensor:
-        """Return one value [n] for the values [n] of each member, which are scratch afterwards.
+        """Return the mean [n] of the values [n] of the members, which are scratch afterwards.
 
-        weights: of the members, above 0; those of replicas that come and go are their tokens.
+        weights: one for each member, above 0; for replicas that come and go, the numbers of their tokens.
         """
 
 
 class Ordinary(Mean):
-    """The mean of all members, as each weighs."""
+    """The weighted mean of all members."""
 
     names = ("mean",)
     is_ordinary = True
@@ -67,7 +68,7 @@ class Ordinary(Mean):
 
 
 class OfSenders(Mean):
-    """At each place the mean of those members that have sent a value there, which are those other than zero.
+    """The mean, at each place, of those members that have sent a value there: those whose value is not zero.
 
     Codecs that send all values round some to zero; these count as not sent.
     """
@@ -84,13 +85,13 @@ class OfSenders(Mean):
 
 
 class Median(Mean):
-    """At each place the median, of an even number the mean of the middle two. All members weigh alike."""
+    """The median at each place; of an even number of members, the mean of the middle two. All members weigh alike."""
 
     names = ("median",)
 
     @classmethod
     def check(cls, method: MethodConfig, members: int) -> None:
-        """Refuse groups of one and two, of which it is the mean."""
+        """Refuse groups of one or two members, whose median is their mean."""
         if members < 3:
             raise ConfigError(f"method.mean = median needs 3 members or more: of {members} it is the mean")
 
@@ -100,9 +101,10 @@ class Median(Mean):
 
 
 class Trimmed(Mean):
-    """At each place the mean without the largest and the smallest share of the values. All that are left weigh alike.
+    """The mean, at each place, without the largest and the smallest values. All values that are left weigh alike.
 
-    share: of the members, rounded down, that is left out at each end.
+    share: the share of the members that is left out at each end; their number is rounded down, and never so large that
+        no value is left.
     """
 
     names = ("trimmed",)
@@ -117,7 +119,7 @@ class Trimmed(Mean):
 
     @classmethod
     def check(cls, method: MethodConfig, members: int) -> None:
-        """Refuse a share that leaves nobody out, or nobody in."""
+        """Refuse a share that leaves out no member, or all of them."""
         if not 1 <= int(method.mean_trim * members) <= (members - 1) / 2:
             raise ConfigError(
                 f"method.mean_trim = {method.mean_trim} of {members} members must leave out one at each end, and leave"
@@ -130,10 +132,10 @@ class Trimmed(Mean):
 
 
 class Clipped(Mean):
-    """The mean of messages that are scaled down to the median of their norms where theirs is larger.
+    """The mean of the messages, of which those with a norm above the median norm are scaled down to it first.
 
-    It bounds how far one can push, not in which direction. The norm is of a whole message: of a fragment, or, where
-    replicas train slices, of a slice of one.
+    It bounds how far one member can push, not in which direction. The norm is of a whole message: of a fragment, or,
+    where replicas train slices, of a slice of one.
     """
 
     names = ("clipped",)
@@ -147,13 +149,13 @@ class Clipped(Mean):
 
 
 class Radial(Mean):
-    """The mean of the messages' directions, as long as they are in the mean: lengths and directions averaged apart.
+    """The mean direction of the messages, scaled to their mean length: lengths and directions are averaged apart.
 
         u = sum_m w_m x_m / |x_m|,   mean = (u / |u|) sum_m w_m |x_m| / sum_m w_m
 
     Decoupled DiLoCo (arXiv:2604.21428) averages fragments radially; the formula is inferred from that word. The norm is
     of a whole message, as for `Clipped`. Messages that cancel have a mean as long as they are, in whatever direction is
-    left of them: it is for replicas that see much of the same text.
+    left of them; so it suits replicas that see much of the same text.
     """
 
     names = ("radial",)
@@ -172,7 +174,7 @@ _AT_ONCE = 1 << 20
 
 
 def _middle(messages: list[Tensor], cut: int) -> Tensor:
-    """Return at each place the mean without the `cut` largest and smallest values."""
+    """Return the mean at each place [n] without the `cut` largest and the `cut` smallest values."""
     found = torch.empty_like(messages[0])
     for out, *some in zip(found.split(_AT_ONCE), *(m.split(_AT_ONCE) for m in messages), strict=True):
         ordered = torch.stack(some).sort(0).values

@@ -2,7 +2,7 @@
 
 Muon moves a matrix by its momentum's nearest orthogonal one (Jordan et al., 2024), as `torch.optim.Muon` computes it.
 Inside DiLoCo it is MuLoCo (Thérien et al., 2025, arXiv:2505.23725), whose public code has no Nesterov momentum there
-and scales the rate of a matrix [out, in] by sqrt(out / in); so has this. With one replica that is their MuLoCo-1.
+and scales the rate of a matrix [out, in] by sqrt(out / in), as is done here. With one replica that is their MuLoCo-1.
 
 torch multiplies in bf16. A processor with AVX2 and no more has no instruction for that, and takes 15 to 20 times as
 long as in fp32: there, products of matrices that are rounded to bf16 are computed in fp32 and rounded, which is what
@@ -24,27 +24,29 @@ from lowcomm.settings import ConfigError
 
 
 def _is_muons(name: str, dims: int) -> bool:
-    """Tell whether a `Decoder`'s parameter of so many dimensions is one of the matrices that Muon takes."""
+    """Tell whether a `Decoder`'s parameter with `dims` dimensions is one of the matrices that Muon takes."""
     return name.startswith("blocks.") and dims == 2
 
 
 def _bf16_is_slow(p: Tensor) -> bool:
-    """Tell whether products in bf16 are far slower where a parameter is than products in fp32.
+    """Tell whether products in bf16 are far slower than products in fp32 on the parameter's device.
 
-    As torch was told of the processor, too: in the arithmetic that every processor has, torch's own products are kept.
+    The processor is what torch takes it to be: where torch is limited to the arithmetic that every processor has, its
+    own products are kept.
     """
     return p.device.type == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX2"
 
 
 def _rounded(x: Tensor) -> Tensor:
-    """The nearest values of bf16, in fp32."""
+    """Return the values rounded to the nearest ones of bf16, in fp32."""
     return x.bfloat16().float()
 
 
 def orthogonal(matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """Return nearly the nearest orthogonal matrix [out, in], in fp32: torch's Newton-Schulz iteration without bf16.
+    """Return approximately the orthogonal matrix nearest to `matrix` [out, in], in fp32.
 
-    coefficients: a, b and c of X <- a X + (b A + c A A) X with A = X X^T. eps: the least norm to divide by.
+    This is torch's Newton-Schulz iteration without products in bf16, run for `steps` steps. coefficients: a, b and c of
+    X <- a X + (b A + c A A) X with A = X X^T. eps: the least norm that the matrix is divided by.
     """
     a, b, c = coefficients
     tall = matrix.shape[0] > matrix.shape[1]
@@ -58,11 +60,11 @@ def orthogonal(matrix: Tensor, coefficients: tuple[float, float, float], steps: 
 
 
 class _Matrices(torch.optim.Muon):
-    """`torch.optim.Muon` without Nesterov's momentum, with `orthogonal` for it where bf16 is slow."""
+    """`torch.optim.Muon` without Nesterov momentum, which computes its direction by `orthogonal` where bf16 is slow."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step, as torch's."""
+        """Take one step as torch's does, and return the result of `closure`, None without one."""
         if not any(_bf16_is_slow(p) for group in self.param_groups for p in group["params"]):
             return super().step(closure)
         loss = None
@@ -83,7 +85,7 @@ class _Matrices(torch.optim.Muon):
 
 
 class Muon(InnerOptimizer):
-    """One momentum for each matrix inside blocks, AdamW's two moments for the rest."""
+    """Muon: one momentum for each matrix inside blocks, and AdamW's two moments for all other parameters."""
 
     names = ("muon",)
     settings = ("muon_lr", "muon_momentum")
@@ -92,12 +94,12 @@ class Muon(InnerOptimizer):
     def of(
         cls, trained: Mapping[str, Tensor], t: InnerSettings, mean_dims: Mapping[str, int] | None = None
     ) -> torch.optim.Optimizer:
-        """Both as one optimizer; there are no means, as `check` refuses what wants them."""
+        """Make the two as one optimizer; `mean_dims` is not used, as `check` refuses what needs it."""
         return MuonAndAdamW(trained, t)
 
     @classmethod
     def check(cls, t: InnerSettings, method: MethodConfig) -> None:
-        """Refuse parts of matrices, and matrices that are held to a subspace."""
+        """Refuse training without `muon_lr`, on parts of matrices, or on matrices that are held to a subspace."""
         if not t.muon_lr:
             raise ConfigError(
                 "train.optimizer = muon needs train.muon_lr above 0: the peak rate of matrices inside blocks"
@@ -111,15 +113,15 @@ class Muon(InnerOptimizer):
 
     @classmethod
     def fewer_moments(cls, shapes: Mapping[str, Sequence[int]]) -> int:
-        """Matrices inside blocks have one moment."""
+        """Count the values of the matrices inside blocks, each of which has one moment in place of two."""
         return sum(math.prod(shape) for name, shape in shapes.items() if _is_muons(name, len(shape)))
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
-    """Muon of the matrices inside blocks and AdamW of the rest, as one optimizer with one state.
+    """Muon for the matrices inside blocks and AdamW for the rest, as one optimizer with one state.
 
-    Groups that Muon takes have a `peak_lr` of their own: `train.muon_lr` times min(1, sqrt(out / in)), as torch itself
-    scales by max(1, sqrt(out / in)).
+    Muon's groups have a `peak_lr` of their own: `train.muon_lr` times min(1, sqrt(out / in)), as torch itself scales
+    by max(1, sqrt(out / in)).
     """
 
     def __init__(self, trained: Mapping[str, Tensor], t: InnerSettings):
@@ -138,25 +140,25 @@ class MuonAndAdamW(torch.optim.Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """Give both optimizers the groups and the state that this one has."""
+        """Let both optimizers use the groups and the state of this one."""
         count = len(self._parts[0].param_groups)
         for part, groups in zip(self._parts, (self.param_groups[:count], self.param_groups[count:]), strict=True):
             part.param_groups, part.state = groups, self.state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` gave."""
+        """Load a state that `state_dict` has returned."""
         super().load_state_dict(state_dict)
         self._share()
 
     @staticmethod
     def _group(shape: torch.Size, some: list[Tensor], t: InnerSettings) -> dict[str, Any]:
-        """The group of matrices of one shape [out, in]; torch scales by sqrt(max(1, out / in)) itself."""
+        """Return the group of the matrices of one shape [out, in]; torch scales by sqrt(max(1, out / in)) itself."""
         ratio = min(1.0, math.sqrt(shape[0] / shape[1]))
         peak = t.muon_lr * ratio
         return {"params": some, "lr": peak, "peak_lr": peak, "weight_decay": t.weight_decay / ratio}
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step; returns what `closure` (run with gradients) does."""
+        """Take one step, and return the result of `closure`, which is run with gradients; None without one."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

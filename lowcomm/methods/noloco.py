@@ -43,14 +43,16 @@ class PulledMomentum(HeavyBall):
         m      <- momentum * m + lr * Delta + pull * (agreed - peers)
         agreed <- agreed - m
 
-    Eq. 2 prints a minus before its beta, where its own Eqs. 32 to 34 and the public code have a plus; so has this.
-    The buffer here is m / lr, as of `Momentum`: the pull joins the outer gradient as pull / lr.
+    Eq. 2 prints a minus before its beta, where its own Eqs. 32 to 34 and the public code have a plus, as here. The
+    buffer holds m / lr, as that of `Momentum` does, so the pull is added to the outer gradient as pull / lr.
 
     Where pull = lr, as in the public code, the peers' slow weights cancel: lr * Delta + pull * (agreed - peers) is
-    lr * (agreed - theta), with theta the mean of the group's fast weights. So in `one_message` the parameters
-    themselves travel, half the bytes of outer gradients and slow weights. (It takes a lossless codec, as errors of
+    lr * (agreed - theta), with theta the mean of the group's fast weights. So with `one_message` the parameters
+    themselves travel, in half the bytes of outer gradients and slow weights. (This needs a lossless codec, as errors of
     parameters would be errors of all that has been learnt, replicas that all train every parameter, and an ordinary
     mean.)
+
+    Raises ValueError where `one_message` is set and pull is not lr.
     """
 
     names = ("noloco",)
@@ -64,7 +66,7 @@ class PulledMomentum(HeavyBall):
 
     @classmethod
     def of(cls, method: MethodConfig) -> PulledMomentum:
-        """The momentum with alpha, beta and gamma of a method, in one message where that is the same."""
+        """Make the momentum with alpha, beta and gamma of a method, in one message where that gives the same."""
         lossless = make_codec(method.codec, method.codec_keep, where="method.codec").lossless
         plain = lossless and method.trainable != "slice" and method.mean == "mean"
         one_message = plain and method.outer_pull == method.outer_lr
@@ -72,7 +74,7 @@ class PulledMomentum(HeavyBall):
 
     @classmethod
     def check(cls, method: MethodConfig, replicas: int) -> None:
-        """Refuse a pull with which replicas drift apart, and what leaves nobody to be pulled towards."""
+        """Refuse a pull with which replicas drift apart, peers that all agree, and settings that clash with a pull."""
         if method.peers == "all":
             raise ConfigError(
                 "method.outer = noloco needs method.peers = group: replicas that all agree have equal slow weights,"
@@ -107,9 +109,10 @@ class PulledMomentum(HeavyBall):
 
 
 def differing(group: int, replicas: float = math.inf) -> float:
-    """q: the share of what replicas differ by that differs inside random groups, (M - groups) / (M - 1).
+    """Return q, the share of what replicas differ by that differs inside random groups: (M - groups) / (M - 1).
 
-    (n - 1) M / (n (M - 1)) where n divides M, (n - 1) / n for many replicas, 1 for a group of all.
+    It is (n - 1) M / (n (M - 1)) where n divides M, (n - 1) / n for infinitely many replicas, and 1 for a group of all
+    (0 where there is one replica). Raises ValueError where `group` is not from 1 to `replicas`.
     """
     if not 1 <= group <= replicas:
         raise ValueError(f"groups of {group} among {replicas} replicas: the size must be between 1 and the replicas")
@@ -119,19 +122,23 @@ def differing(group: int, replicas: float = math.inf) -> float:
 
 
 def contraction_bound(momentum: float, group: int, replicas: float = math.inf) -> float:
-    """The pull (gamma) from which on replicas that compute nothing no longer come together.
+    """Return the pull (gamma) from which on replicas that compute nothing no longer come together.
 
-    gamma* = 2 (1 - alpha^2) / (1 + alpha (1 - 2 q)), where the largest eigenvalue of `second_moments` reaches 1:
-    2 (1 - alpha^2) for pairs among many. A group of all: 2 (1 + alpha), as of any heavy ball. For groups of a part of
-    the replicas this takes q at its least, that of many replicas, so that the bound holds however many there are and
-    where some groups are larger.
+    It is gamma* = 2 (1 - alpha^2) / (1 + alpha (1 - 2 q)), where the largest eigenvalue of `second_moments` reaches 1:
+    2 (1 - alpha^2) for pairs among many replicas, and 2 (1 + alpha) for a group of all, as for any heavy ball. For
+    groups of a part of the replicas q is taken at its least, that of many replicas, so that the bound holds however
+    many there are and where some groups are larger.
     """
     q = 1.0 if group == replicas else differing(group)
     return 2 * (1 - momentum**2) / (1 + momentum * (1 - 2 * q))
 
 
 def paper_bounds(momentum: float, group: int) -> tuple[float, float]:
-    """Eq. 74: sqrt(n / (2 (n - 1))) alpha < gamma < sqrt(n / (2 (n - 1)) (2 + alpha^2)), n at least 2."""
+    """Return the (lower, upper) bounds of Eq. 74 on the pull gamma.
+
+    They are sqrt(n / (2 (n - 1))) alpha < gamma < sqrt(n / (2 (n - 1)) (2 + alpha^2)), with n the size of a group.
+    Raises ValueError where n is below 2.
+    """
     if group < 2:
         raise ValueError(f"Eq. 74 is for groups of 2 and more, got {group}")
     ratio = group / (2 * (group - 1))
@@ -139,10 +146,10 @@ def paper_bounds(momentum: float, group: int) -> tuple[float, float]:
 
 
 def driven_bounds(momentum: float, lr: float, group: int) -> tuple[float, float]:
-    """Return the pulls between which replicas stay together on a quadratic whose optimum they reach: Eq. 74, exactly.
+    """Return the pulls (lowest, highest) with which replicas stay together on a quadratic whose optimum they reach.
 
-    The paper's case, inner steps that forget where they began (drive = lr), for many replicas; (nan, nan) where no
-    pull will do. By scanning pulls up to 4, to 1e-3.
+    This is Eq. 74 without its approximation: the paper's case of inner steps that forget where they began
+    (drive = lr), for many replicas. Pulls below 4 are tried in steps of 0.001; (nan, nan) where none will do.
     """
     pulls = np.arange(0.001, 4, 0.001)
     q = differing(group)
@@ -151,7 +158,7 @@ def driven_bounds(momentum: float, lr: float, group: int) -> tuple[float, float]
 
 
 def second_moments(momentum: float, pull: float, q: float, *, drive: float = 0.0) -> NDArray[np.float64]:
-    """The map of (E phi^2, E phi m, E m^2) of what replicas differ by, in one outer step.
+    """Return the linear map [3, 3] of (E phi^2, E phi m, E m^2), of what replicas differ by, in one outer step.
 
     drive: beta (1 - b^H), the outer step towards the optimum of a quadratic that H inner steps contract by b each;
     zero where replicas compute nothing. With P + Q = 1 and P Q = 0
@@ -167,24 +174,26 @@ def second_moments(momentum: float, pull: float, q: float, *, drive: float = 0.0
 
 
 def growth(moments: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the factor by which the differences between replicas grow in an outer step.
+    """Return the factor [...] by which the differences between replicas grow in an outer step.
 
-    It is the root of the map's largest eigenvalue. `moments` is one map or many, [..., 3, 3].
+    It is the square root of the magnitude of the map's largest eigenvalue. `moments` is one map of `second_moments` or
+    many, [..., 3, 3].
     """
     return np.sqrt(np.abs(np.linalg.eigvals(moments)).max(-1))
 
 
 @dataclass(frozen=True)
 class Quadratic:
-    """Loss 1/2 a (theta - c)^2 of one weight, c of mean 0 and variance `noise` drawn at each inner step (Eq. 8).
+    """The loss 1/2 a (theta - c)^2 of one weight, where c has mean 0 and variance `noise` (Eq. 8).
 
-    Inner SGD: theta <- theta - lr a (theta - c), H times from phi.
+    Inner SGD takes H steps theta <- theta - omega a (theta - c), beginning at phi, and c is drawn anew at each. Raises
+    ValueError where omega a is not above 0 and at most 1.
     """
 
     curvature: float  # a
-    noise: float  # of c
+    noise: float  # variance of c
     inner_lr: float  # omega
-    inner_steps: int  # H
+    inner_steps: int  # H, per outer step
 
     def __post_init__(self) -> None:
         if not 0 < self.inner_lr * self.curvature <= 1:
@@ -194,17 +203,17 @@ class Quadratic:
 
     @property
     def kept(self) -> float:
-        """b^H: what H inner steps leave of phi (Eq. 18)."""
+        """The factor b^H that H inner steps leave of phi (Eq. 18), with b = 1 - omega a."""
         return (1 - self.inner_lr * self.curvature) ** self.inner_steps
 
     @property
     def inner_variance(self) -> float:
-        """Variance that H inner steps add: (omega a)^2 noise (1 - b^2H) / (1 - b^2)."""
+        """The variance that H inner steps add: (omega a)^2 noise (1 - b^2H) / (1 - b^2)."""
         step = self.inner_lr * self.curvature
         return step**2 * self.noise * sum((1 - step) ** (2 * k) for k in range(self.inner_steps))
 
     def stationary(self, *, momentum: float, lr: float, pull: float, group: int, replicas: int) -> tuple[float, float]:
-        """Variances in the long run: of the mean over replicas, and of a replica about that mean.
+        """Return the variances of slow weights in the long run: of the mean over replicas, and of a replica about it.
 
         Raises ValueError where either grows without end.
         """
@@ -232,9 +241,10 @@ class Quadratic:
         start: float = 1.0,
         seed: int = 0,
     ) -> NDArray[np.float64]:
-        """The same, step by step: slow weights [turns + 1, replicas, weights], all equal to `start` at first.
+        """Simulate outer steps, and return slow weights [turns + 1, replicas, weights] at first and after each step.
 
-        `weights` are as many independent problems. Groups must divide the replicas.
+        At first all are equal to `start`. Each of the `weights` is a problem of its own, independent of the others.
+        Raises ValueError where `group` does not divide the replicas.
         """
         rng = np.random.default_rng(seed)
         phi = np.full((replicas, weights), start)
@@ -251,14 +261,14 @@ class Quadratic:
 
 
 def _draw(rng: np.random.Generator, replicas: int, group: int) -> NDArray[np.int64]:
-    """Random groups [M / n, n]."""
+    """Draw random groups of replicas, [M / n, n]."""
     if replicas % group:
         raise ValueError(f"groups of {group} must divide {replicas} replicas here")
     return rng.permutation(replicas).reshape(-1, group)
 
 
 def _mean(x: NDArray[np.float64], met: NDArray[np.int64]) -> NDArray[np.float64]:
-    """The mean over each one's group; `met` [groups, n]."""
+    """Return for each replica of x [M, ...] the mean over its group; `met` holds the groups [M / n, n]."""
     out = np.empty_like(x)
     out[met] = x[met].mean(1, keepdims=True)
     return out
@@ -273,7 +283,7 @@ def _outer_step(
     *,
     towards: NDArray[np.float64] | float = 0.0,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Eq. 2 and 3: (phi, m) of all replicas; `towards` is beta times the mean of what inner steps moved."""
+    """Return (phi, m) of all replicas after Eqs. 2 and 3; `towards` is beta times the mean move of inner steps."""
     m = momentum * m + towards + pull * (_mean(phi, met) - phi)
     return phi + m, m
 
@@ -281,9 +291,10 @@ def _outer_step(
 def idle_growth(
     momentum: float, pull: float, group: int, *, replicas: int = 512, turns: int = 400, weights: int = 32, seed: int = 0
 ) -> float:
-    """Simulate the factor by which the spread of replicas that compute nothing grows in an outer step.
+    """Return the factor by which the spread of replicas that compute nothing grows in an outer step, by simulation.
 
-    The geometric mean over the second half of the turns. Theory: `growth` of `second_moments`.
+    It is the geometric mean over the second half of the turns; in theory it is `growth` of `second_moments`. Raises
+    ValueError where `group` does not divide the replicas.
     """
     rng = np.random.default_rng(seed)
     phi = rng.standard_normal((replicas, weights))

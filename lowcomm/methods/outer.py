@@ -17,10 +17,10 @@ from lowcomm.settings import ConfigError
 
 
 class OuterOptimizer(Choice, ABC):
-    """How an averaged outer gradient is applied to the parameters last agreed.
+    """The rule by which an averaged outer gradient is applied to the parameters last agreed.
 
     Attributes:
-        needs_peers: whether it wants to know the mean of the peers' own outer parameters, which may differ.
+        needs_peers: whether it needs the mean of the peers' own outer parameters, which may differ.
         sends_parameters: whether the parameters themselves are averaged, in place of outer gradients.
             Both may depend on its numbers.
         linear: whether its steps and buffers are linear in the outer gradients, as a momentum is. Only such steps keep
@@ -35,47 +35,47 @@ class OuterOptimizer(Choice, ABC):
     @classmethod
     @abstractmethod
     def of(cls, method: MethodConfig) -> OuterOptimizer:
-        """The optimizer with the numbers of a method."""
+        """Make the optimizer with the numbers of a method."""
 
     @classmethod
     def check(cls, method: MethodConfig, replicas: int) -> None:
-        """Raise ConfigError for settings with which it does not work."""
+        """Raise ConfigError for settings, or a number of replicas, with which the optimizer does not work."""
 
     @abstractmethod
     def buffers(self, agreed: Tensor) -> dict[str, Tensor]:
-        """State for parameters [n] as it begins, by name; each tensor has the shape of `agreed`."""
+        """Return the initial state for the parameters `agreed` [n], by name; each tensor has the shape of `agreed`."""
 
     def message(self, agreed: Tensor, own: Tensor) -> Tensor:
-        """Return what is averaged [n], of the parameters last agreed and a replica's own, which is scratch afterwards.
+        """Return what a replica sends to be averaged [n], from the parameters last agreed and its own.
 
-        By default the outer gradient, agreed minus own, or, with `sends_parameters`, its own parameters.
+        By default this is the outer gradient, agreed minus own, or, with `sends_parameters`, its own parameters. `own`
+        is scratch afterwards.
         """
         return own if self.sends_parameters else torch.sub(agreed, own, out=own)
 
     @abstractmethod
     def step(self, agreed: Tensor, delta: Tensor, buffers: dict[str, Tensor], peers: Tensor | None = None) -> None:
-        """agreed [n] <- OuterOpt(agreed, delta), and its buffers, in place; `delta` and `peers` are scratch afterwards.
+        """Take an outer step, agreed [n] <- OuterOpt(agreed, delta), which changes `agreed` and `buffers` in place.
 
-        `delta`: the mean of the group's messages.
-
-        `peers`: the mean of the peers' `agreed`, where it is needed and not known to equal this one's.
+        `delta` is the mean of the group's messages, and `peers` the mean of the peers' `agreed`; None where that is not
+        needed, or is known to equal this one's. Both are scratch afterwards.
         """
 
 
 class Average(OuterOptimizer):
-    """agreed <- the mean of the parameters themselves, which travel in place of outer gradients."""
+    """The mean of the parameters themselves, which travel in place of outer gradients: agreed <- mean."""
 
     names = ("average",)
     sends_parameters = True
 
     @classmethod
     def of(cls, method: MethodConfig) -> Average:
-        """The average; it has no numbers."""
+        """Make the average, which has no numbers."""
         return cls()
 
     @classmethod
     def check(cls, method: MethodConfig, replicas: int) -> None:
-        """Refuse codecs, learning rates and momenta, which mean something for differences alone."""
+        """Refuse codecs but fp32, learning rates but 1, and momenta, which make sense for differences alone."""
         if method.codec != "fp32" or method.outer_lr != 1.0 or method.outer_momentum != 0.0:
             raise ConfigError(
                 "method.outer = average exchanges the parameters themselves, so codec must be fp32, outer_lr 1 and"
@@ -116,14 +116,14 @@ class Momentum(OuterOptimizer):
 
 
 class Nesterov(Momentum):
-    """DiLoCo's: SGD with Nesterov momentum."""
+    """SGD with Nesterov momentum, the outer optimizer of DiLoCo."""
 
     names = ("nesterov",)
     nesterov = True
 
 
 class SignDescent(OuterOptimizer):
-    """agreed <- agreed - lr sign(delta): of DeMo, whose momentum is what its messages have not sent yet."""
+    """DeMo's agreed <- agreed - lr sign(delta); its momentum is what messages have not sent yet."""
 
     names = ("sign",)
     linear = False
@@ -133,12 +133,12 @@ class SignDescent(OuterOptimizer):
 
     @classmethod
     def of(cls, method: MethodConfig) -> SignDescent:
-        """Sign descent with the learning rate of a method."""
+        """Make sign descent with the learning rate of a method."""
         return cls(method.outer_lr)
 
     @classmethod
     def check(cls, method: MethodConfig, replicas: int) -> None:
-        """Refuse a momentum, of which it has none."""
+        """Refuse a momentum, as sign descent has none."""
         if method.outer_momentum:
             raise ConfigError(f"method.outer_momentum = {method.outer_momentum} means nothing with method.outer = sign")
 

@@ -1,10 +1,10 @@
 """Outer state: flat fp32 tensors beside the model, on the accelerator or in the CPU's memory.
 
 Outer state is the parameters last agreed, the outer optimizer's buffers and, with error feedback, the residual; and
-what parameters of less precision than fp32 cannot hold of the mixture that they begin a round with. It may
-live off the accelerator (Streaming DiLoCo, section 2.5): only what a turn needs is on the device, from shortly before
-the turn until it is over. NoLoCo's mean of the next peers' slow weights is received on the device and stays there until
-its turn.
+what parameters of less precision than fp32 cannot hold of the mixture that they begin a round with. It may be kept off
+the accelerator (Streaming DiLoCo, section 2.5): then only what a turn needs is on the device, from shortly before the
+turn until it is over. NoLoCo's mean of the next peers' slow weights is received on the device and stays there until its
+turn.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch import Tensor
 
 
 def flatten(tensors: list[Tensor]) -> Tensor:
-    """One contiguous copy of all values, in order."""
+    """Return the values of all tensors, in order, as one contiguous flat copy without a gradient."""
     return torch.cat([t.detach().reshape(-1) for t in tensors])
 
 
 def unflatten_into(flat: Tensor, tensors: list[Tensor]) -> None:
-    """Copy a flat tensor back over `tensors`."""
+    """Overwrite `tensors` in place by the values of a flat tensor, in order: the inverse of `flatten`."""
     parts = flat.to(tensors[0].device).split([t.numel() for t in tensors])
     with torch.no_grad():
         torch._foreach_copy_(tensors, [p.view(t.shape) for p, t in zip(parts, tensors, strict=True)])
@@ -30,15 +30,16 @@ def unflatten_into(flat: Tensor, tensors: list[Tensor]) -> None:
 
 @functools.cache
 def _copying(device: torch.device) -> torch.cuda.Stream:
-    """The stream on which outer state travels: one a GPU, so that what one fragment frees another can use."""
+    """Return the stream that copies outer state: one per GPU, so that memory that one fragment frees serves another."""
     return torch.cuda.Stream(device)
 
 
 class OuterState:
-    """Named flat tensors at home, on the device or in the CPU's memory, and copies of them where they are used.
+    """Named flat tensors that are kept on the device or, with `offload`, in the CPU's memory and copied when used.
 
-    With `offload`, home is the CPU (pinned, for a GPU), copying runs on a stream of its own, and `resident` says what
-    is held on the device. A CPU that is the device too keeps copies all the same, so that memory can be counted there.
+    With `offload` the tensors are at home in the CPU's memory (pinned, for a GPU), a stream of its own copies them, and
+    `resident` tells what is held on the device. A CPU that is the device too keeps copies all the same, so that memory
+    can be counted there.
     """
 
     def __init__(self, values: dict[str, Tensor], *, offload: bool):
@@ -56,11 +57,11 @@ class OuterState:
 
     @property
     def resident(self) -> int:
-        """Bytes on the device."""
+        """The number of bytes that are held on the device."""
         return sum(v.numel() * v.element_size() for v in self._here.values())
 
     def fetch(self, *names: str) -> None:
-        """Begin to copy what is not on the device yet."""
+        """Begin to copy to the device those of the named tensors that are not there yet."""
         missing = [n for n in names if n not in self._here]
         if not missing:
             return
@@ -72,7 +73,7 @@ class OuterState:
             self._ready = self._stream.record_event()
 
     def use(self, *names: str) -> list[Tensor]:
-        """Tensors on the device, ready for the current stream; valid until `release`."""
+        """Return the named tensors on the device, ready for the current stream; they are valid until `release`."""
         self.fetch(*names)
         if self._ready is not None:
             current = torch.cuda.current_stream(self.device)
@@ -82,7 +83,7 @@ class OuterState:
         return [self._here[n] for n in names]
 
     def release(self, *, changed: Collection[str]) -> None:
-        """Let go of the copies on the device; those that have `changed` are written home."""
+        """Let go of all copies on the device; those named in `changed` are first written home."""
         if self._here is self._home:
             return
         if changed:
@@ -94,18 +95,14 @@ class OuterState:
         self._here = {}
 
     def read(self) -> dict[str, Tensor]:
-        """All of it, where it is at home. Not to be written."""
+        """Return all tensors by name, where they are at home, once copying is over. They must not be changed."""
         if self._stream is not None:
             self._stream.synchronize()
         return self._home
 
     def load(self, values: dict[str, Tensor]) -> None:
-        """Overwrite all of it. Raises KeyError or ValueError for what is missing, or of another shape."""
+        """Overwrite all tensors by those of the same names in `values`, which must have the same shapes."""
         for name, value in self.read().items():
-            if values[name].shape != value.shape:
-                raise ValueError(
-                    f"outer state {name} has the shape {list(values[name].shape)}, not {list(value.shape)}"
-                )
             value.copy_(values[name])
         if self._here is not self._home:
             self._here = {}

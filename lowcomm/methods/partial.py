@@ -29,7 +29,7 @@ import fnmatch
 import functools
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -56,7 +56,7 @@ _MLP_OF_LAYER = re.compile(r"(?:^|\.)(\d+)\.mlp\.")
 class Piece:
     """A part of a parameter: [begin, end) along `dim`, trained by the replicas of slice `owner` (None: by all).
 
-    `shape` is the part's own.
+    `shape` is that of the part, and `whole` says whether the part is all of the parameter.
     """
 
     parameter: str
@@ -68,21 +68,21 @@ class Piece:
 
     @property
     def numel(self) -> int:
-        """Values in it."""
+        """The number of values in the part."""
         return math.prod(self.shape)
 
     @property
     def end(self) -> int:
-        """Where it ends along `dim`."""
+        """The index along `dim` at which the part ends, exclusive."""
         return self.begin + self.shape[self.dim]
 
     def of(self, p: Tensor) -> Tensor:
-        """This part of the parameter, a view; the parameter itself where it is all of it."""
+        """Return this part of the parameter `p` as a view, or `p` itself where the part is all of it."""
         return p if self.whole else p.narrow(self.dim, self.begin, self.shape[self.dim])
 
 
-def dimensions(sliced: Sequence[str], names: Iterable[str]) -> dict[str, int]:
-    """The dimension along which each sliced parameter is cut, by name; `sliced` as in `MethodConfig`.
+def dimensions(sliced: Sequence[str], names: Collection[str]) -> dict[str, int]:
+    """Return the dimension along which each sliced parameter is cut, by name; `sliced` is as in `MethodConfig`.
 
     Raises ConfigError for an entry that is neither the name of a part of a `Decoder` nor "PATTERN:DIMENSION", or that
     matches no parameter.
@@ -111,12 +111,12 @@ def dimensions(sliced: Sequence[str], names: Iterable[str]) -> dict[str, int]:
 def pieces(
     shapes: Mapping[str, Sequence[int]], sliced: Sequence[str], slices: int, layers: int | None = None
 ) -> list[Piece]:
-    """The parts of all parameters of a model (or of a stage of one), in the order of its parameters.
+    """Return the parts of all parameters of a model (or of a stage of one), in the order of its parameters.
 
     Args:
-        shapes: of the parameters, by name.
+        shapes: the shapes of the parameters, by name.
         sliced, slices: as in `MethodConfig`.
-        layers: of the whole model, where `shapes` are a stage's; only for sliced = layers.
+        layers: the number of layers of the whole model, where `shapes` are a stage's; only for sliced = layers.
 
     Raises ConfigError where slices would be unequal, or an entry of `sliced` matches nothing that can be cut.
     """
@@ -156,7 +156,11 @@ Range = tuple[int, int]
 
 
 class _Product(torch.autograd.Function):
-    """y = W x; the gradient with respect to one slice of W, and to x through W or through some slices of it."""
+    """The product y = W x, with gradients with respect to one slice of W, and to x through W or some of its slices.
+
+    `active` is the slice `own` of W along `dim`, and `through` holds the slices' ranges; () for all of W. Where y is
+    not `wanted` its values are left uninitialised.
+    """
 
     @staticmethod
     def forward(
@@ -201,17 +205,17 @@ class _Product(torch.autograd.Function):
 
 
 class SlicedLinear(nn.Module):
-    """A linear layer of whose weight [out, in] rows (dim 0) or columns (dim 1) [begin, end) are trained.
+    """A linear layer that trains only the rows (dim 0) or the columns (dim 1) [begin, end) of its weight [out, in].
 
     A bias, where there is one, is trained whole.
 
     Attributes:
-        weight: all of it, without a gradient.
+        weight: the whole weight, without a gradient.
         active: the slice, a leaf of the graph that shares the weight's memory: [end - begin, in] or, transposed,
-            [end - begin, out]. It is what the inner optimizer gets.
+            [end - begin, out]. It is what the inner optimizer updates.
         through: ranges along `dim` through which the gradient with respect to the input passes; () for all.
-        last: whether it is the last product of a block, whose result nobody needs when the block is recomputed. (Of
-            its own products torch knows that by itself.)
+        last: whether it is the last product of a block, whose result is not needed when the block is recomputed. (For
+            its own products torch finds that out by itself.)
     """
 
     def __init__(self, linear: nn.Linear, piece: Piece):
@@ -233,8 +237,9 @@ class SlicedLinear(nn.Module):
 def train_slice(model: nn.Module, parts: Sequence[Piece], own: int) -> dict[str, Tensor]:
     """Freeze what is not of slice `own`, and return what is trained, by the names of the parameters.
 
-    Linear layers whose weight is sliced become `SlicedLinear`, which keep name and shape. The model must be on its
-    device already.
+    The model is changed in place: linear layers whose weight is sliced become `SlicedLinear`, in which the parameter
+    keeps its name and shape. The model must be on its device already. Raises ConfigError where layers share what is to
+    be sliced, or where it is not the weight of an `nn.Linear`.
     """
     trained, names = {}, {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -261,21 +266,21 @@ def train_slice(model: nn.Module, parts: Sequence[Piece], own: int) -> dict[str,
 
 
 def slice_parameters(model: nn.Module, replica: int, sliced: Sequence[str], slices: int) -> dict[str, Tensor]:
-    """Let a replica train one of `slices` slices of some matrices, and all of the rest; for any model.
+    """Let a replica train one of `slices` slices of some matrices, and all of the rest, in any model.
 
     replica: its number (`World.replica`, or a slot); replica k trains slice k mod `slices`. sliced: "PATTERN:DIMENSION"
     for each sort of linear layer, e.g. ["*.up_proj.weight:0", "*.down_proj.weight:1"], or the parts of a `Decoder`
     ("mlp"). Returns what is trained, by the names of the parameters: give it to the inner optimizer, and the same
-    `sliced` and `slices`, with trainable="slice", to `LocalUpdates`. The model must be on its device already. Raises
-    ConfigError where something does not divide, where an entry of `sliced` matches nothing, or where layers share what
-    is to be sliced.
+    `sliced` and `slices`, with trainable="slice", to `LocalUpdates`. The model is changed in place, and must be on its
+    device already. Raises ConfigError where a dimension does not divide into the slices, where an entry of `sliced`
+    matches nothing, where layers share what is to be sliced, or where that is not the weight of an `nn.Linear`.
     """
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     return train_slice(model, pieces(shapes, sliced, slices), replica % slices)
 
 
 def detach_others(model: Decoder, kept: Sequence[int], slices: int) -> None:
-    """Let input gradients of sliced MLPs pass through the slices `kept` alone (appendix D)."""
+    """Let the input gradients of a model's sliced MLPs pass through the slices numbered `kept` alone (appendix D)."""
     for block in model.blocks.values():
         mlp: MLP = block.mlp
         for layer in (mlp.up, mlp.gate, mlp.down):

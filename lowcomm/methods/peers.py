@@ -1,4 +1,4 @@
-"""Peer rules: with whom a replica averages at a turn.
+"""Peer rules: which replicas average with each other at a turn.
 
 To add one, write a file in this folder with a class that derives from `Peers` and has `names`.
 """
@@ -19,9 +19,9 @@ Turn = tuple[int, int]
 
 
 class Peers(Choice, ABC):
-    """A rule that every replica evaluates alike, without talking.
+    """The rule that says which replicas average together; every replica evaluates it by itself, with the same result.
 
-    one_model: whether replicas agree on one model by it; else each has outer parameters of its own.
+    one_model: whether all replicas agree on one model; else each has outer parameters of its own.
     """
 
     one_model: ClassVar[bool] = False
@@ -29,27 +29,30 @@ class Peers(Choice, ABC):
     @classmethod
     @abstractmethod
     def of(cls, method: MethodConfig, seed: int) -> Peers:
-        """The rule with the numbers of a method; `seed` decides random choices."""
+        """Make the rule with the settings of a method; `seed` decides its random choices."""
 
     @classmethod
     def check(cls, method: MethodConfig, replicas: int) -> None:
-        """Raise ConfigError for settings with which it does not work."""
+        """Raise ConfigError for settings, or a number of replicas, with which the rule does not work."""
 
     @abstractmethod
     def members(self, turn: Turn, replicas: int, replica: int) -> list[int]:
-        """With whom `replica` averages at a turn, itself among them, in ascending order."""
+        """Return the replicas with which `replica` averages at a turn, itself among them, in ascending order."""
 
     def among(self, turn: Turn, replicas: int, replica: int, present: Sequence[int]) -> list[int]:
-        """The same where `present` are there of the replicas, in ascending order: by default as if these were all."""
+        """Return what `members` does where only the replicas `present`, in ascending order, are there.
+
+        By default these are taken for all replicas; `replica` must be among them.
+        """
         return [present[i] for i in self.members(turn, len(present), present.index(replica))]
 
     @abstractmethod
     def most(self, replicas: int) -> int:
-        """How many replicas the largest group has."""
+        """Return the number of replicas in the largest group."""
 
 
 class AllReplicas(Peers):
-    """Everyone with everyone, so that all replicas agree on one model."""
+    """One group of all replicas, so that all agree on one model."""
 
     names = ("all",)
     one_model = True
@@ -66,10 +69,10 @@ class AllReplicas(Peers):
 
 
 class RandomGroup(Peers):
-    """A random group of `size` replicas or more (`routing.groups`), another at each turn; nobody else takes part.
+    """A random group of `size` replicas or more (`routing.groups`), drawn anew at each turn.
 
-    Where replicas train slices, each group holds as many owners of one slice as of any other: what nobody of a group
-    trains would not move at that turn.
+    No other replica takes part in the group's mean. Where replicas train slices, each group holds as many owners of one
+    slice as of any other, as a slice that nobody in a group trains would not move at that turn.
     """
 
     names = ("group",)
@@ -84,7 +87,7 @@ class RandomGroup(Peers):
 
     @classmethod
     def check(cls, method: MethodConfig, replicas: int) -> None:
-        """Refuse groups of more replicas than there are, and groups in which a slice has no owner."""
+        """Refuse groups of more replicas than there are, and groups that cannot hold as many owners of each slice."""
         if method.group_size > replicas:
             raise ConfigError(f"method.group_size = {method.group_size} is more than {replicas} replicas")
         if method.group_size % method.slices:

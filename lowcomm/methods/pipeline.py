@@ -2,9 +2,9 @@
 
 Each stage runs the forward passes of all micro-batches, then their backward passes. Activations go to the replica of
 the next stage that the route names, their gradients come back the same way; both are sent while the next micro-batch
-is computed, and received into buffers that were posted at the beginning; what a message says of them is the boundary's
-to decide (`boundary`). The last stage draws the targets of whatever tokens come by from the data, which is a pure
-function of step and replica, so that no targets travel (nor ids, where a boundary has them drawn too). It goes through
+is computed, and received into buffers that were posted at the beginning; the boundary decides what a message holds of
+them (`boundary`). The last stage draws the targets of the tokens that come by from the data, which are a pure function
+of step and replica, so that no targets travel (nor ids, where a boundary has them drawn too). It goes through
 its head and back at once, micro-batch by micro-batch, and keeps the gradient of the residual stream [B, T, D] in place
 of logits [B, T, V].
 
@@ -38,15 +38,15 @@ ACTIVATIONS, GRADIENTS = "activations", "activation gradients"
 
 
 def bubble(stages: int, micro_batches: int) -> float:
-    """Share of a step that a stage stands still: (S - 1) / (M + S - 1)."""
+    """Return the share of a step for which a stage stands still, (S - 1) / (M + S - 1)."""
     return (stages - 1) / (micro_batches + stages - 1)
 
 
 class WholeModel:
-    """A replica of one stage: micro-batches one after the other, and nothing to send.
+    """The passes of a replica of one stage, which takes its micro-batches one after the other and sends nothing.
 
     Args:
-        losses: the model's `losses`, or compiled: (ids, targets) -> (loss, cross-entropy).
+        losses: the model's `losses`, compiled or not, which returns (loss, cross-entropy) of (ids, targets).
         autocast, micro_batches, watch: as for `Pipeline`.
     """
 
@@ -63,7 +63,7 @@ class WholeModel:
         self.micro_batches, self.watch = micro_batches, watch
 
     def train(self, step: int, batch: Callable[[int], Tensor]) -> list[Tensor]:
-        """Forward and backward of one step, as `Pipeline.train`."""
+        """Run the forward and backward passes of one step, as `Pipeline.train` does."""
         entropies = []
         for part in batch(self.world.replica).chunk(self.micro_batches):
             entropies.append(self.both_passes(part))
@@ -71,7 +71,7 @@ class WholeModel:
         return entropies
 
     def both_passes(self, tokens: Tensor) -> Tensor:
-        """Forward and backward of a micro-batch [B, T + 1]; returns its cross-entropy."""
+        """Run both passes of a micro-batch of tokens [B, T + 1], and return its cross-entropy in nats per token."""
         with self.autocast():
             loss, entropy = self.losses(tokens[:, :-1], tokens[:, 1:])
         (loss / self.micro_batches if self.micro_batches > 1 else loss).backward()
@@ -79,33 +79,35 @@ class WholeModel:
 
     @torch.no_grad()
     def evaluate(self, tokens: Tensor) -> Tensor | None:
-        """The cross-entropy of tokens [B, T + 1]."""
+        """Return the mean cross-entropy of tokens [B, T + 1], in nats per token."""
         with self.autocast():
             return self.losses(tokens[:, :-1], tokens[:, 1:])[1]
 
     def sent_bytes(self, steps: int, sequences: int, tokens: int) -> dict[str, int]:
-        """Nothing."""
+        """Return {}, as a replica of one stage sends nothing; arguments as for `Pipeline.sent_bytes`."""
         return {}
 
     @property
     def errors(self) -> dict[str, Tensor]:
-        """Nothing is kept from step to step."""
+        """Return {}, as there is no boundary that keeps errors from step to step."""
         return {}
 
 
 class Pipeline:
-    """This rank's stage.
+    """The passes of this rank's stage of a pipeline.
 
     Args:
-        boundary: what its messages say.
-        hidden: the model's `hidden`, or compiled: input -> the residual stream at the stage's end.
-        head_losses: the model's `head_losses`, or compiled: what the last stage makes of it and of the targets.
-        autocast: the context of forward passes.
-        micro_batches: M; a replica's batch splits into them.
-        routing: "fixed", or random anew each step or each micro-batch.
-        seed: of the routes.
+        boundary: writes and reads the messages between stages.
+        world: the ranks; its stage and replica are this rank's place.
+        hidden: the model's `hidden`, compiled or not, which returns the residual stream at the stage's end.
+        head_losses: the model's `head_losses`, compiled or not, which returns (loss, cross-entropy) of that stream at
+            the last stage and of the targets.
+        autocast: returns the context of the forward passes.
+        micro_batches: M, the number of micro-batches that a replica's batch splits into.
+        routing: "fixed", or a random route that is drawn anew for each step or for each micro-batch.
+        seed: decides random routes.
         watch: called after each backward pass through the stage's layers.
-        evaluating: what messages say where the model is evaluated; by default as in training.
+        evaluating: the boundary where the model is evaluated; None: the same as in training.
     """
 
     def __init__(
@@ -129,7 +131,7 @@ class Pipeline:
         self.first, self.last = world.stage == 0, world.stage == world.stages - 1
 
     def routes(self, step: int) -> list[Route]:
-        """The route of each micro-batch of a step."""
+        """Return the route of each micro-batch of a step, in order."""
         stages, replicas = self.world.stages, self.world.replicas
         if self.routing == "fixed":
             return [fixed_route(stages, replicas)] * self.micro_batches
@@ -138,12 +140,12 @@ class Pipeline:
         return [random_route(self.seed, step, m, stages, replicas) for m in range(self.micro_batches)]
 
     def _before(self, route: Route) -> int:
-        """The rank of the stage before on a route."""
+        """Return the rank that precedes this one on a route."""
         replicas, stage = self.world.replicas, self.world.stage
         return (stage - 1) * replicas + route.before(stage, self.world.replica)
 
     def _after(self, route: Route) -> int:
-        """The rank of the next stage on a route."""
+        """Return the rank that follows this one on a route."""
         replicas, stage = self.world.replicas, self.world.stage
         return (stage + 1) * replicas + route.after(stage, self.world.replica)
 
@@ -155,10 +157,10 @@ class Pipeline:
         return self.world.recv_async(rank, purpose=purpose, axis="route", like=like)
 
     def train(self, step: int, batch: Callable[[int], Tensor]) -> list[Tensor]:
-        """Forward and backward of one step; gradients of the mean loss of the micro-batches are added to `.grad`.
+        """Run the passes of one step, and add the gradients of the mean loss of its micro-batches to `.grad`.
 
         `batch(replica)` gives the tokens [B, T + 1] of a replica. Returns the cross-entropy of each micro-batch at the
-        last stage, nothing elsewhere.
+        last stage, in nats per token, and [] elsewhere. Every rank must call it.
         """
         me, count, boundary = self.world.replica, self.micro_batches, self.boundary
         routes = self.routes(step)
@@ -208,7 +210,10 @@ class Pipeline:
         return entropies
 
     def _through_head(self, y: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradient of a step's loss with respect to y [B, T, D], and the cross-entropy; adds to the head's own."""
+        """Return the gradient [B, T, D] of a step's loss with respect to y, and the cross-entropy.
+
+        The gradients of the head itself are added to `.grad`.
+        """
         stream = y.detach().requires_grad_()
         loss, entropy = self.head_losses(stream, targets)
         with torch.autocast(y.device.type, enabled=False):
@@ -217,7 +222,10 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, tokens: Tensor) -> Tensor | None:
-        """The cross-entropy of tokens [B, T + 1] along the fixed route, at the last stage."""
+        """Return the mean cross-entropy of tokens [B, T + 1] at the last stage, in nats per token; None elsewhere.
+
+        Tokens take the fixed route, and every stage of the replica must call it with the same ones.
+        """
         route, boundary = fixed_route(self.world.stages, self.world.replicas), self.evaluating
         x = ids = tokens[:, :-1]
         if not self.first:
@@ -233,11 +241,14 @@ class Pipeline:
 
     @property
     def errors(self) -> dict[str, Tensor]:
-        """The errors that the boundary keeps for its feedback, to checkpoint (and to put back into it)."""
+        """The errors that the boundary keeps for its feedback, by name, to be checkpointed and put back into it."""
         return self.boundary.errors
 
     def sent_bytes(self, steps: int, sequences: int, tokens: int) -> dict[str, int]:
-        """Closed form of this rank's bytes in a run of `steps` with `sequences` of `tokens` a step, by purpose."""
+        """Return the bytes that this rank sends in training for `steps` steps, by purpose, in closed form.
+
+        A replica's batch is `sequences` of `tokens` tokens each per step.
+        """
         messages, each = steps * self.micro_batches, sequences // self.micro_batches * tokens
         return {
             ACTIVATIONS: 0 if self.last else messages * self.boundary.activation_bytes(each),

@@ -1,8 +1,8 @@
 """The plan of local updates: what travels together, when, among whom, and in how many bytes.
 
 A plan is pure: it is made of parameters' names and shapes, a method and a number of replicas, and no tensor is
-needed. The engine (`local_updates`) executes it; rules, predictions, the planner, the simulator and summaries ask it.
-Whatever cannot work, its constructor refuses.
+needed. The engine (`local_updates`) executes it; rules, predictions, the planner, the simulator and summaries read it.
+Its constructor refuses settings that cannot work.
 
     fragment   parameters that are exchanged together, each turn in one message
     section    a run of a fragment's values that the same replicas train (all of them, unless parameters are sliced)
@@ -43,10 +43,10 @@ class Fragment:
     """Parts of parameters that are exchanged together.
 
     Attributes:
-        pieces: in the order in which they travel: what all train first, then slice by slice.
-        sections: of them, in order: how many values, and the replicas that train them.
-        numel: values in all.
-        offset: t_p, the steps by which its turns lie behind the first fragment's.
+        pieces: the parts, in the order in which they travel: what all replicas train first, then slice by slice.
+        sections: the runs of values that they make up, in the same order: (number of values, replicas that train them).
+        numel: the number of values in all.
+        offset: t_p, the number of steps by which its turns lie behind the first fragment's.
     """
 
     pieces: tuple[Piece, ...]
@@ -57,9 +57,10 @@ class Fragment:
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn of a fragment in a run: after which step it is sent, and how many it had before.
+    """One turn of a fragment in a run.
 
-    is_closing: whether it is besides the fragment's turns, after the last step.
+    step: the step after which it is sent, from 1. number: how many turns the fragment has had before. is_closing:
+    whether it is the exchange that closes the run after its last step, besides the fragment's turns by the schedule.
     """
 
     step: int
@@ -104,13 +105,13 @@ def check_method(method: MethodConfig, replicas: int) -> None:
 
 
 def _points(method: MethodConfig) -> dict[str, Points]:
-    """The points that settings of the outer optimizer follow, by the name of the setting that has the points."""
+    """Return the points that numbers of the outer optimizer follow, by the name of the setting that holds them."""
     found = {key: getattr(method, key) for key in ("outer_lr_shape", "outer_momentum_points")}
     return {key: Points(texts, f"method.{key}") for key, texts in found.items() if texts}
 
 
 def _with_points(method: MethodConfig, now: Mapping[str, float]) -> MethodConfig:
-    """The method with the numbers that its points give at one step."""
+    """Return the method with the numbers that its points give at one step; `now` has them by the points' setting."""
     lr = method.outer_lr * now.get("outer_lr_shape", 1.0)
     return dataclasses.replace(
         method, outer_lr=lr, outer_momentum=now.get("outer_momentum_points", method.outer_momentum)
@@ -132,12 +133,15 @@ def _check_outer(method: MethodConfig, replicas: int) -> None:
 
 
 def _members(method: MethodConfig, replicas: int) -> int:
-    """Return how many replicas exchange with each other at a turn, or more where they do not divide into groups."""
+    """Return how many replicas average with each other at a turn; the least where they do not divide into groups."""
     return method.group_size if "group_size" in choose(Peers, method.peers, "method.peers").settings else replicas
 
 
 def check_mean(method: MethodConfig, members: int) -> None:
-    """Raise ConfigError where so many members are too few for a mean; of each value, where replicas train slices."""
+    """Raise ConfigError where a group of `members` is too small for the method's mean.
+
+    Where replicas train slices, it counts how many of them own each value.
+    """
     choose(Mean, method.mean, "method.mean").check(method, members // method.slices)
 
 
@@ -209,15 +213,15 @@ class Plan:
     """The exchanges between replicas of one model, or of one stage of it.
 
     Args:
-        shapes: of the parameters, by name, in the model's order.
+        shapes: the shapes of the parameters, by name, in the model's order.
         method: the choices. replicas: how many take part.
-        seed: of random groups; the same on all replicas.
-        layers: of the whole model, where `shapes` are a stage's; only for sliced = layers.
+        seed: decides random groups; the same on all replicas.
+        layers: the number of layers of the whole model, where `shapes` are a stage's; only for sliced = layers.
 
     Attributes: `fragments` in the order of their numbers, `schedule`, `peers`, `codec`, `basis`, `mean`, `outer`
-    (the outer optimizer), and what it was made of.
+    (the outer optimizer), `fp32` (the codec of slow weights), and the arguments `method`, `replicas` and `seed`.
 
-    Raises ConfigError that names the settings that clash.
+    Raises ConfigError where settings clash, with their names.
     """
 
     def __init__(
@@ -267,11 +271,11 @@ class Plan:
     # When
 
     def turns(self, step: int) -> list[int]:
-        """Numbers of the fragments whose turn is after `step` (from 1)."""
+        """Return the numbers of the fragments whose turn is after `step` (steps count from 1)."""
         return self.schedule.turns(step)
 
     def overlap(self, replica: int) -> int:
-        """tau of a replica: inner steps between sending a fragment and applying it."""
+        """Return tau of a replica: the number of inner steps between sending a fragment and applying it."""
         return self.method.overlap_steps[replica % len(self.method.overlap_steps)]
 
     def closes(self, fragment: int, steps: int) -> bool:
@@ -279,11 +283,11 @@ class Plan:
         return self.method.close_last_round and fragment not in self.turns(steps)
 
     def turns_in(self, fragment: int, steps: int) -> int:
-        """Turns of a fragment in a run of `steps`, that at its end included."""
+        """Return the number of turns of a fragment in a run of `steps`, the one that closes the run included."""
         return self.schedule.turns_of(fragment, steps) + self.closes(fragment, steps)
 
     def all_turns(self, steps: int) -> list[Turn]:
-        """All turns of a run of `steps`, in the order in which they are sent; the last ones may close it."""
+        """Return all turns of a run of `steps`, in the order in which they are sent; the last ones may close it."""
         found, had = [], [0] * len(self.fragments)
         closing = [i for i in range(len(self.fragments)) if self.closes(i, steps)]
         for step in range(1, steps + 1):
@@ -293,7 +297,10 @@ class Plan:
         return found
 
     def outer_at(self, step: int, steps: int | None) -> OuterOptimizer:
-        """Return the outer optimizer with the numbers of a turn, after `step` of a run of `steps`."""
+        """Return the outer optimizer with the numbers of a turn after `step` of a run of `steps`.
+
+        Raises ConfigError where these follow points of the run and `steps` is None.
+        """
         if not self._points:
             return self.outer
         if steps is None:
@@ -304,9 +311,10 @@ class Plan:
     # Among whom
 
     def group(self, fragment: int, turn: int, replica: int, *, present: Sequence[int] | None = None) -> list[int]:
-        """The replicas with which one averages at a turn, itself among them, in ascending order.
+        """Return the replicas with which `replica` averages at a turn, itself among them, in ascending order.
 
-        `present`: the replicas that are there, in ascending order, where some may be gone.
+        `turn`: how many turns the fragment has had before. `present`: the replicas that are there, in ascending order,
+        where some may be gone; None: all.
         """
         if present is None:
             return self.peers.members((fragment, turn), self.replicas, replica)
@@ -319,7 +327,7 @@ class Plan:
         return plain and self.method.trainable != "slice" and everyone
 
     def sections(self, fragment: int) -> Sequence[Section] | None:
-        """The sections of a fragment's message that have owners of their own; None where all own everything."""
+        """Return the sections of a fragment's message that have owners of their own; None where all own everything."""
         return self.fragments[fragment].sections if self.method.trainable == "slice" else None
 
     @property
@@ -332,18 +340,21 @@ class Plan:
         return 1.0 if replica < self.replicas - self.method.byzantine else self.method.byzantine_factor
 
     def encoded(self, fragment: int, message: Tensor, seed: int) -> tuple[list[Tensor], Tensor]:
-        """Return a replica's message of a fragment as it is sent, by sections, and what the others make of it."""
+        """Return a replica's message of a fragment as it is sent, by sections, and the values [n] that others read."""
         packed = encoded(message, self.codec, seed, self.sections(fragment))
         return packed, read_back(message, packed, self.codec, self.sections(fragment))
 
     # In how many bytes
 
     def purposes(self, turn: int) -> tuple[str, ...]:
-        """Tell what travels for a turn: `OUTER`, and from the second on `SLOW_WEIGHTS` if the optimizer wants them."""
+        """Return the purposes of what travels for a turn of this number.
+
+        They are `OUTER` and, from the second turn on, `SLOW_WEIGHTS` where the outer optimizer needs them.
+        """
         return (OUTER, SLOW_WEIGHTS) if self.outer.needs_peers and turn else (OUTER,)
 
     def sent_bytes(self, fragment: int, turn: int, replica: int) -> dict[str, int]:
-        """Bytes that a replica sends for a turn of a fragment, by purpose."""
+        """Return the bytes that a replica sends for a turn of a fragment, by purpose; turns count from 0."""
         group, this = self.group(fragment, turn, replica), self.fragments[fragment]
         me, size = group.index(replica), len(group)
         owned = [(numel, [i for i, r in enumerate(group) if r in owners]) for numel, owners in this.sections]
@@ -353,14 +364,14 @@ class Plan:
         return found
 
     def phases(self, fragment: int) -> dict[str, int]:
-        """Swaps of messages, one after the other, in a turn of a fragment, by purpose."""
+        """Return the number of phases (swaps of messages) of a fragment's turn in the largest group, by purpose."""
         met, this = self.peers.most(self.replicas), self.fragments[fragment]
         shared = any(encoded_mean_in_shares(n, self.codec, met, min(met, len(owners))) for n, owners in this.sections)
         slow = encoded_mean_in_shares(this.numel, self.fp32, met, met)
         return {OUTER: 1 + (self.is_plain(fragment) or shared), SLOW_WEIGHTS: 1 + slow}
 
     def total_bytes(self, steps: int, replica: int) -> dict[str, int]:
-        """Bytes that a replica sends in a run of `steps`, by purpose."""
+        """Return the bytes that a replica sends in a run of `steps`, by purpose."""
         found: dict[str, int] = dict.fromkeys((OUTER, SLOW_WEIGHTS) if self.outer.needs_peers else (OUTER,), 0)
         for fragment in range(len(self.fragments)):
             for turn in range(self.turns_in(fragment, steps)):
@@ -375,7 +386,7 @@ _REST |= dict.fromkeys(("sequential", "strided"), " (one is of what is in no lay
 
 
 def _groups(found: list[Piece], method: MethodConfig) -> list[list[Piece]]:
-    """The pieces of each fragment; what belongs to no layer, slice or pattern comes last, if there is any."""
+    """Return the pieces of each fragment; what belongs to no layer, slice or pattern comes last, if there is any."""
     if method.fragments == "whole":
         return [found]
     if method.fragments == "balanced":

@@ -1,4 +1,4 @@
-"""A boundary that projects: what crosses is (x - T_fixed[ids]) U, of a model whose weights are free.
+"""A boundary that projects: what crosses is (x - T_fixed[ids]) U, in a model whose weights are free.
 
 As in Protocol Models (arXiv:2506.01260; see `subspace`) the token embedding has a fixed table T_fixed [V, D], which
 every stage draws for itself, and U [D, R] has orthonormal columns. There the weights are held to the subspace, so that
@@ -8,14 +8,14 @@ nothing is lost; here they are not. The next stage reads
 
 and gradients come back as g U, so g' = g U U^T: exactly those of the model that has this projection in it, which is
 what a whole `Decoder` of the run's settings computes. So training is end to end, by any optimizer, Muon too. A subspace
-costs all constrained layers their rank; this costs the layers after the boundary what they are not told. The trainable
-table begins at zero.
+costs all constrained layers their rank; this costs the layers after the boundary what does not reach them. The
+trainable table begins at zero.
 
-A bottleneck that is trained with the model, as ResBM (arXiv:2604.11947, known to us by its abstract) puts there, has an
+A bottleneck that is trained with the model, as ResBM puts there (arXiv:2604.11947; described from its abstract), has an
 encoder and a decoder in place of U and U^T. The layers on either side can do what these would.
 
-Token ids do not travel. Whoever trains or evaluates knows them: a stage draws those of the micro-batch that comes by
-from the data, as the last one draws targets. Where they are new (`generate`) they are sent.
+Token ids do not travel in training and evaluation: a stage draws those of the micro-batch that comes by from the data,
+as the last one draws targets. Where they are new (`generate`) they are sent.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lowcomm.methods.config import BoundaryConfig
 
 
 class Projection(InSubspace):
-    """A message holds coordinates in the subspace, and what lies outside of it is lost."""
+    """A boundary whose messages hold coordinates in the subspace; what lies outside of it is lost."""
 
     names = ("projection",)
     settings = ("rank", "basis")

@@ -1,12 +1,12 @@
-"""Ring attention (Liu et al., 2023): a sequence in segments, one per rank, whose keys and values go round.
+"""Ring attention (Liu et al., 2023): a sequence is cut into segments, one per rank, whose keys and values go round.
 
 Rank i of G has tokens [i T, (i + 1) T). In G turns it meets the keys and values of every segment, its own first, while
 they travel on to the next rank; those of later segments it only hands on, as attention is causal. Softmax is taken
 block by block with a running maximum. In the backward pass they go round once more, and their gradients with them,
 which are home after the last turn.
 
-Context parallelism is all that is wanted of it here (Protocol Models, section 8.9): `in_segments` makes a decoder read
-its segment, and the gradients of the ranks, averaged as of replicas, are those of whole sequences.
+It serves context parallelism alone here (Protocol Models, section 8.9): `in_segments` makes a decoder read its segment,
+and the gradients of the ranks, averaged like those of replicas, are those of whole sequences.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ PURPOSE = "ring"
 
 
 class _Ring:
-    """This rank's place, and its messages."""
+    """This rank's place in the ring, and its messages to the next rank."""
 
     def __init__(self, world: World):
         self.world, self.size, self.index = world, world.replicas, world.replica
 
     def pass_on(self, *tensors: Tensor) -> tuple[Handle, Handle]:
-        """Send tensors to the next rank as one message, and expect the same from the one before."""
+        """Begin to send tensors to the next rank as one message, and to receive as many values from the one before."""
         message = torch.cat([t.reshape(-1) for t in tensors])
         there = self.world.send_async(message, (self.index + 1) % self.size, purpose=PURPOSE, axis="replica")
         source = (self.index - 1) % self.size
@@ -39,7 +39,7 @@ class _Ring:
         return there, self.world.recv_async(source, purpose=PURPOSE, axis="replica", like=like)
 
     def segment(self, turn: int) -> int:
-        """Whose keys and values are here in a turn."""
+        """Return the index of the segment whose keys and values are here in a turn."""
         return (self.index - turn) % self.size
 
 
@@ -58,7 +58,7 @@ def _taken(handle: Handle, like: tuple[Tensor, ...]) -> list[Tensor]:
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, ring: _Ring) -> Tensor:
-        """q, k, v [B, N, T, C] of this rank's segment -> [B, N, T, C]."""
+        """Return the attention [B, N, T, C] of this rank's segment, whose q, k and v are [B, N, T, C] each."""
         kt, vt, sent = k, v, []
         top = torch.full_like(q[..., :1], -torch.inf)
         total, y = torch.zeros_like(top), torch.zeros_like(q)
@@ -110,11 +110,12 @@ class _Attention(torch.autograd.Function):
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, world: World) -> Tensor:
-    """Causal attention of this rank's segment [B, N, T, C] over all tokens up to its own; every replica must call it.
+    """Return the causal attention of this rank's segment, q [B, N, T, C], over all tokens up to its own.
 
-    k, v [B, K, T, C], where K divides N. Replicas stand for segments, in order. Computed in fp32 at least, whatever the
-    type of q. Raises ConfigError for ranks in threads that share a GPU: autograd has one thread for it, in which the
-    backward pass of one rank would wait for another's.
+    k and v are [B, K, T, C], where K divides N. Replicas stand for segments, in order, and every replica must call it.
+    It is computed in fp32 at least, whatever the type of q, which the result has. Raises ConfigError for ranks in
+    threads that share a GPU: autograd has one thread for it, in which the backward pass of one rank would wait for
+    another's.
     """
     if q.is_cuda and world.replicas > 1 and world.transport.in_one_process:
         raise ConfigError("ring attention on a GPU needs processes (torchrun): its backward pass waits for other ranks")
@@ -125,17 +126,18 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, world: World) -> Tensor:
 
 
 def ring_bytes(ranks: int, elements: int) -> int:
-    """Return the bytes that a rank sends in a forward and a backward pass.
+    """Return the bytes that a rank sends in a forward and a backward pass of one call of `ring_attention`.
 
-    elements: the values of k or v, [B, N, T, C], which are sent in fp32.
+    elements: the number of values of k or of v, [B, N, T, C], which are sent in fp32.
     """
     return 4 * 2 * elements * (2 * (ranks - 1) + (ranks if ranks > 1 else 0))
 
 
 def in_segments(model: Decoder, world: World, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Make `model` read its segment of sequences; returns (ids, targets) [B, T / G] of it from tokens [B, T + 1].
+    """Make `model` read this rank's segment of sequences, and return its (ids, targets), [B, T / G] each.
 
-    Raises ValueError where T does not split.
+    They are cut from the tokens [B, T + 1]; the model is changed in place. Raises ValueError where the number of
+    replicas, G, does not divide T.
     """
     T = tokens.shape[1] - 1
     if T % world.replicas:

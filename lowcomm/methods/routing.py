@@ -28,16 +28,18 @@ def groups(
     *,
     present: Sequence[int] | None = None,
 ) -> list[list[int]]:
-    """The replicas in random groups of at least `size` (NoLoCo, section 3.2), each in ascending order.
+    """Return the replicas in random groups of at least `size` (NoLoCo, section 3.2), each in ascending order.
 
     There are replicas // size groups, as equal as they can be: where `size` does not divide, some hold one more (or
-    several, where there are few groups), so that nobody is left alone. `key` says of which turn, of which fragment.
+    several, where there are few groups), so that nobody is left alone. `key` names the fragment and the turn that the
+    groups are of.
 
     Replica r is of kind r mod `kinds` (the slice that it trains, say), and each group holds as many of one kind as of
     any other, or nearly where `size` does not divide.
 
     `present`: the replicas that are there, in ascending order, where some are not; the groups are then of these, and
-    fewer of them than `size` are one group. Raises ValueError where the numbers do not allow that.
+    fewer of them than `size` are one group. Raises ValueError where `size` is not from 1 to `replicas`, or where
+    `kinds` does not divide both.
     """
     if not 1 <= size <= replicas:
         raise ValueError(f"groups of {size} among {replicas} replicas: the size must be between 1 and the replicas")
@@ -61,30 +63,36 @@ class Route:
     hops: tuple[tuple[int, ...], ...]
 
     def after(self, stage: int, replica: int) -> int:
-        """The replica of the next stage that this one sends activations to, and has gradients from."""
+        """Return the replica of the next stage to which `replica` of `stage` sends activations.
+
+        Their gradients come back from it.
+        """
         return self.hops[stage][replica]
 
     def before(self, stage: int, replica: int) -> int:
-        """The replica of the stage before."""
+        """Return the replica of the stage before from which `replica` of `stage` receives activations."""
         return self.hops[stage - 1].index(replica)
 
     def origin(self, stage: int, replica: int) -> int:
-        """The replica of the first stage whose tokens come by here."""
+        """Return the replica of the first stage whose tokens come by at `replica` of `stage`."""
         for s in range(stage, 0, -1):
             replica = self.before(s, replica)
         return replica
 
 
 def fixed_route(stages: int, replicas: int) -> Route:
-    """Every replica hands on to its own next stage."""
+    """Return the route on which every replica hands on to its own next stage."""
     return Route((tuple(range(replicas)),) * (stages - 1))
 
 
 def random_route(seed: int, step: int, micro_batch: int, stages: int, replicas: int) -> Route:
-    """A permutation of the replicas at each boundary (NoLoCo, section 3.1): every replica has as much to do."""
+    """Return a route with a random permutation of the replicas at each boundary (NoLoCo, section 3.1).
+
+    So every replica has as much to do as any other.
+    """
     return Route(tuple(tuple(_permutation(replicas, seed, _ROUTES, step, micro_batch, b)) for b in range(stages - 1)))
 
 
 def random_slice(seed: int, step: int, replica: int, own: int, slices: int) -> int:
-    """A slice other than `own`, for a replica at a step (Partial Parameter Updates, appendix D)."""
+    """Draw a slice other than `own`, for a replica at a step (Partial Parameter Updates, appendix D)."""
     return next(i for i in _permutation(slices, seed, _SLICES, step, replica) if i != own)

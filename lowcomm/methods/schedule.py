@@ -17,11 +17,13 @@ from lowcomm.settings import ConfigError
 
 
 class Points:
-    """A value that follows points of a run.
+    """A value that is given at some points of a run, and is linear between them.
 
     Args:
-        texts: of the points, "VALUE@SHARE" each, shares from 0 to 1 and ascending.
-        where: the setting, for errors. Raises ConfigError for a text that is no point, and for points out of order.
+        texts: the points, each as "VALUE@SHARE"; shares of the run are from 0 to 1 and ascending.
+        where: the name of the setting, for error messages.
+
+    Raises ConfigError for a text that is no point, for values that are not finite, and for shares out of order.
     """
 
     def __init__(self, texts: Sequence[str], where: str):
@@ -40,7 +42,7 @@ class Points:
             raise ConfigError(f"{where} = {list(texts)}: shares of a run go from 0 to 1, each above the one before")
 
     def at(self, share: float) -> float:
-        """Return the value when this share of the run is done."""
+        """Return the value when a share of the run, from 0 to 1, is done."""
         after = bisect.bisect_right(self.shares, share)
         if after in (0, len(self.shares)):
             return self.values[min(after, len(self.values) - 1)]

@@ -19,7 +19,7 @@ alpha = 0 the two readings are one).
     H       `sync_every_steps`       P       `fragments`
     t_p     `offset`                 tau     `overlap_steps`
 
-Which parameters are a fragment's, and what it sends, says `plan.Plan`.
+`plan.Plan` says which parameters a fragment holds, and what it sends.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _NUMBERED = re.compile(r"^(?:(.*?)\.)?(\d+)\.")
 
 
 def layer_of(shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
-    """The layer that each parameter belongs to, by name; parameters of no layer are left out.
+    """Return the number of the layer that each parameter belongs to, by name; parameters of no layer are left out.
 
-    Layers are the members of the module list (or any numbered container: "model.layers.3.mlp.up.weight") that holds
-    most values, numbered as their names are.
+    Layers are the members of the module list (or any numbered container, as in "model.layers.3.mlp.up.weight") that
+    holds most values, and have the numbers that stand in their names.
     """
     places = {name: found.groups() for name in shapes if (found := _NUMBERED.match(name))}
     held: dict[str | None, int] = defaultdict(int)
@@ -53,9 +53,10 @@ def layer_of(shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
 
 
 def layer_fragments(layers: int, layers_per_fragment: int, pattern: Pattern) -> tuple[tuple[int, ...], ...]:
-    """Layers of each fragment (Figure 2): neighbours, or every P-th.
+    """Return the layers of each fragment (Figure 2), from 0: neighbours, or every P-th where the pattern is strided.
 
-    A fragment holds at most `layers_per_fragment` layers; all layers are covered once.
+    A fragment holds at most `layers_per_fragment` layers, and each layer is in one fragment. Raises ValueError where
+    either number is below 1.
     """
     if layers_per_fragment < 1 or layers < 1:
         raise ValueError(f"{layers_per_fragment} layers per fragment of {layers} layers: both must be at least 1")
@@ -68,10 +69,11 @@ def layer_fragments(layers: int, layers_per_fragment: int, pattern: Pattern) -> 
 
 
 def balanced(sizes: Sequence[int], count: int) -> list[list[int]]:
-    """Places of so many sizes in `count` groups of about equal sums: each, the largest first, joins the least group.
+    """Return `count` groups of the indices of `sizes`, ascending, such that the groups' sums are about equal.
 
-    Decoupled DiLoCo (arXiv:2604.21428) balances its fragments, so that no turn is longer than another. No group is
-    larger than 4/3 of what is possible (Graham, 1969).
+    The sizes, the largest first, each join the group with the least sum. Decoupled DiLoCo (arXiv:2604.21428) balances
+    its fragments, so that no turn is longer than another. The largest sum is at most 4/3 of the least possible one
+    (Graham, 1969).
     """
     groups: list[list[int]] = [[] for _ in range(count)]
     sums = [0] * count
@@ -84,7 +86,7 @@ def balanced(sizes: Sequence[int], count: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Turns of P fragments in rounds of H steps; steps count from 1. Raises ValueError when P > H."""
+    """The turns of P fragments in rounds of H steps; steps count from 1. Raises ValueError unless 1 <= P <= H."""
 
     fragments: int
     sync_every_steps: int
@@ -97,15 +99,15 @@ class Schedule:
             )
 
     def offset(self, fragment: int) -> int:
-        """t_p of a fragment, in steps."""
+        """Return t_p, the number of steps by which a fragment's turns lie behind those of fragment 0."""
         return fragment * (self.sync_every_steps // self.fragments)
 
     def turns(self, step: int) -> list[int]:
-        """Fragments sent after `step`."""
+        """Return the fragments that are sent after `step`, in ascending order."""
         h = self.sync_every_steps
         past = [step - self.offset(p) for p in range(self.fragments)]
         return [p for p, t in enumerate(past) if t >= h and t % h == 0]
 
     def turns_of(self, fragment: int, steps: int) -> int:
-        """Turns of a fragment in a run of `steps`."""
+        """Return the number of turns of a fragment in a run of `steps`."""
         return max(0, steps - self.offset(fragment)) // self.sync_every_steps

@@ -20,7 +20,7 @@ of tr S, so that the step size has no unit (the paper prints neither its scale n
     grad = -2 (I - U U^T) S U / tr S        Eq. 11
     U   <- orthonormal(U - eta grad)        by QR, with fixed signs
 
-What lived in the old subspace, weights, first moments and outer state, is projected on the new one.
+Weights, first moments and outer state, which keep to the old subspace, are projected on the new one.
 
     symbol  name here          symbol  name here
     U       `basis` [D, R]     S       `gram` [D, D]
@@ -49,27 +49,27 @@ from lowcomm.model.decoder import Decoder, orthonormal
 
 
 def share_outside(gram: Tensor, basis: Tensor) -> float:
-    """Share of the gradients' energy outside the subspace: 1 - tr(U^T S U) / tr S."""
+    """Return the share of the gradients' energy outside the subspace: 1 - tr(U^T S U) / tr S; NaN where S is zero."""
     s, u = gram.double(), basis.double()
     return float(1 - torch.einsum("dk,de,ek->", u, s, u) / s.trace())
 
 
 def grassmann_gradient(gram: Tensor, basis: Tensor) -> Tensor:
-    """The Riemannian gradient of `share_outside` [D, R] (Eq. 11), in fp64."""
+    """Return the Riemannian gradient [D, R] of `share_outside` with respect to the basis (Eq. 11), in fp64."""
     s, u = gram.double(), basis.double()
     euclidean = s @ u * (-2 / s.trace())
     return euclidean - u @ (u.T @ euclidean)
 
 
 def grassmann_step(gram: Tensor, basis: Tensor, lr: float) -> Tensor:
-    """The basis after one step; the same where `gram` is zero."""
+    """Return the basis [D, R] after one step of size `lr` on the Grassmann manifold; a copy where `gram` is zero."""
     if not gram.any():
         return basis.clone()
     return orthonormal(basis.double() - lr * grassmann_gradient(gram, basis)).to(basis.dtype)
 
 
 def project(x: Tensor, basis: Tensor, dim: int) -> Tensor:
-    """x (a matrix) projected on the subspace along its dimension of size D."""
+    """Return a matrix x projected on the subspace along `dim` (0 or 1), its dimension of size D."""
     return (x @ basis) @ basis.T if dim else basis @ (basis.T @ x)
 
 
@@ -79,6 +79,8 @@ class RowAdamW(torch.optim.Optimizer):
     Such a group names `mean_dim`, the dimension of its matrices over which the second moment is the mean (0 for
     [D, in], 1 for [in, D]); None for plain AdamW, which is torch's own fused one. The mean of the second moments is the
     second moment of the means, so only the means are kept: one value in place of D.
+
+    Raises ValueError for numbers out of range, and for a `mean_dim` of parameters that are not matrices.
     """
 
     def __init__(
@@ -104,7 +106,7 @@ class RowAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step; returns what `closure` (run with gradients) does."""
+        """Take one step, and return the result of `closure`, which is run with gradients; None without one."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -161,7 +163,7 @@ class RowAdamW(torch.optim.Optimizer):
 
 
 def _columns(c: ModelConfig, b: BoundaryConfig) -> int:
-    """n summed over the constrained matrices [D, n] of all layers, the embedding (n = V) apart."""
+    """Return the sum of n over the constrained matrices [D, n] of all layers, without the embedding (n = V)."""
     return max(0, c.layers - b.dense_layers) * (c.heads * c.width_of_head + c.ffn_dim)
 
 
@@ -169,8 +171,8 @@ def overhead_flops(c: ModelConfig, b: BoundaryConfig, sequences: int, tokens: in
     """Count FLOPs of a pipeline's boundaries and of keeping to the subspace: three kinds per step, one per "update".
 
     "boundaries": activations and gradients, compressed and rebuilt (`Boundary.flops`, of a subspace 8BTDR), at each of
-    the stages - 1; "projection" of gradients [D, n], 4DRn, and of weights that AdamW moves out of it as much;
-    "watching" the gradients at the last compressed layer, 2BTD^2. An update takes S U and its projection on the
+    the stages - 1 boundaries; "projection": gradients [D, n], 4DRn, and weights that AdamW moves out of it, as much;
+    "watching": the gradients at the last compressed layer, 2BTD^2. An "update" takes S U and its projection on the
     tangent, and projects weights and AdamW's first moments, 4DRn each (QR, and outer state, are not counted).
     Re-parametrised, nothing is projected, and an update turns R coordinates, 2R^2 n each. A boundary that is a
     `projection` only compresses and rebuilds, as no weights are kept to a subspace.
@@ -193,8 +195,8 @@ def moments_in_means(c: ModelConfig, b: BoundaryConfig, parts: Iterable[tuple[st
     """Count the entries of second moments that are not kept, as means stand for them.
 
     Args:
-        c, b: the model, and the settings of its subspace; with any other boundary nothing is spared.
-        parts: parameters, or pieces of them that one replica trains, and how many values each has.
+        c, b: the model, and the settings of its subspace; 0 with any other boundary.
+        parts: parameters, or pieces of them that one replica trains, each as (parameter's name, number of values).
     """
     if b.kind != "subspace" or b.mode != "projected" or b.second_moment == "element":
         return 0
@@ -208,10 +210,10 @@ def moments_in_means(c: ModelConfig, b: BoundaryConfig, parts: Iterable[tuple[st
 
 
 def overhead_bytes(c: ModelConfig, b: BoundaryConfig, itemsize: int = 4) -> dict[str, int]:
-    """Memory that a stage holds besides, whatever the length of its sequences, and what its optimizer saves.
+    """Return the bytes that a stage holds for the subspace, whatever its sequences, and those that its optimizer saves.
 
-    "fixed_embedding" V D `itemsize` (2 in bf16), "basis" 4DR, "gram" 4D^2 (at the last stage, where the subspace
-    moves); "second_moment" of the whole model: means in place of entries.
+    They are by name: "fixed_embedding" V D `itemsize` (2 in bf16), "basis" 4DR, "gram" 4D^2 (at the last stage, where
+    the subspace moves); and "second_moment", at most 0, for the means in place of entries, of the whole model.
     """
     D, R, V = c.dim, b.rank, c.vocab_size
     whole = ((name, math.prod(shape)) for name, shape in parameter_shapes(c).items())
@@ -224,55 +226,58 @@ def overhead_bytes(c: ModelConfig, b: BoundaryConfig, itemsize: int = 4) -> dict
 
 
 def move_bytes(dim: int, rank: int, replicas: int, stages: int, replica: int = 0) -> tuple[int, int]:
-    """Bytes that a rank of the last stage sends in one move: (S [D, D] among replicas, U [D, R] to other stages)."""
+    """Return the bytes that a rank of the last stage sends in one move of the subspace.
+
+    They are (those of S [D, D] among replicas, those of U [D, R] to the other stages), both in fp32.
+    """
     return mean_bytes(dim * dim, 4, replicas, replica), (stages - 1) * 4 * dim * rank
 
 
 class Unconstrained:
-    """The null object of `Subspace`, for models without a constraint."""
+    """The null object of `Subspace`, for models without a constraint: its methods do nothing, and return None or {}."""
 
     def watch(self) -> None:
-        """After each backward pass."""
+        """Do nothing; to be called after each backward pass."""
 
     def mean_dims(self) -> dict[str, int]:
-        """Return the dimension of the mean for each parameter whose second moment is one."""
+        """Return the dimension of the mean, by name, for the parameters whose second moment is a mean (`RowAdamW`)."""
         return {}
 
     def project_gradients(self) -> None:
-        """Between the backward pass and clipping."""
+        """Do nothing; to be called between the backward pass and clipping."""
 
     def project_weights(self) -> None:
-        """After the inner optimizer."""
+        """Do nothing; to be called after the inner optimizer's step."""
 
     def keep(self, values: Values) -> None:
-        """After a lossy exchange."""
+        """Do nothing; to be called with the values that a lossy exchange has changed, to change them in place."""
 
     def update(self, step: int, optimizer: torch.optim.Optimizer, carry: Callable[[Change], None]) -> dict[str, float]:
-        """After every step but the last."""
+        """Do nothing, and return {}; to be called after every step but the last."""
         return {}
 
     def sent_bytes(self, steps: int) -> dict[str, int]:
-        """Closed form of this rank's bytes in a run of `steps`, by axis and purpose."""
+        """Return the bytes that this rank sends in a run of `steps`, by "axis/purpose", in closed form."""
         return {}
 
     def tensors(self) -> dict[str, Tensor]:
-        """State to checkpoint."""
+        """Return the state to checkpoint, by name."""
         return {}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put back what `tensors` gave."""
+        """Put back a state that `tensors` has returned."""
 
 
 class Subspace(Unconstrained):
-    """One rank's part in it: keeps to the subspace what it trains, and moves the subspace.
+    """One rank's part in the subspace: keeps what it trains to the subspace, and moves the subspace.
 
     Args:
-        model: a stage, made with a constraint.
+        model: this rank's stage, made with a constraint.
         config: the settings of the boundary.
         world: the ranks.
         trained: what the inner optimizer updates, by the parameters' names.
         batch: (B, T) of a micro-batch.
-        boundary: what crosses between stages, if there are several; what it has kept as errors, a move forgets.
+        boundary: the boundary between stages, if there are several; a move clears the errors that it has kept.
     """
 
     def __init__(
@@ -296,26 +301,29 @@ class Subspace(Unconstrained):
             model.probe = self.basis.new_zeros(*batch, len(self.basis), requires_grad=True)
 
     def _dim(self, name: str, *, stored: bool = False) -> int:
-        """The dimension of size D of a parameter; `stored`: of the tensor that is trained, which may be transposed."""
+        """Return the dimension of size D of a parameter.
+
+        `stored`: of the tensor that is trained, which may be transposed.
+        """
         if name == "embedding.weight":
             return 1
         layer = self.model.get_submodule(name.removesuffix(".weight"))
         return int(stored and isinstance(layer, SlicedLinear) and layer.dim == 1)
 
     def moves(self, step: int) -> bool:
-        """Tell whether the subspace moves after a step."""
+        """Tell whether the subspace moves after a step (from 1)."""
         every = self.config.update_every_steps
         return every > 0 and step % every == 0
 
     def watch(self) -> None:
-        """After each backward pass: add the gradients at the last compressed layer to S."""
+        """Add the gradients at the last compressed layer to S; to be called after each backward pass."""
         if self.gram is not None:
             rows = self.model.probe.grad.flatten(0, -2).float()
             self.gram.addmm_(rows.T, rows)
             self.model.probe.grad = None
 
     def mean_dims(self) -> dict[str, int]:
-        """Return the dimension of the mean for each parameter whose second moment is one."""
+        """Return the dimension of the mean, by name, for the parameters whose second moment is a mean (`RowAdamW`)."""
         if not self.projected or self.config.second_moment == "element":
             return {}
         mixed = self.config.second_moment == "mixed"
@@ -323,7 +331,7 @@ class Subspace(Unconstrained):
 
     @torch.no_grad()
     def project_gradients(self) -> None:
-        """Between the backward pass and clipping."""
+        """Project the constrained gradients in place; to be called between the backward pass and clipping."""
         if self.projected:
             for p, dim in self.trained.values():
                 if p.grad is not None:
@@ -331,14 +339,17 @@ class Subspace(Unconstrained):
 
     @torch.no_grad()
     def project_weights(self) -> None:
-        """After the inner optimizer: what its second moment, one of each entry, has moved out of the subspace."""
+        """Project in place the weights that the inner optimizer may have moved out; to be called after its step.
+
+        They are those with one second moment for each entry.
+        """
         kept = self.mean_dims()
         for name, (p, dim) in self.trained.items():
             if self.projected and name not in kept:
                 p.copy_(project(p, self.basis, dim))
 
     def keep(self, values: Values) -> None:
-        """Project other values of parameters, in place: means that a lossy codec has moved."""
+        """Project other values of parameters in place, such as means that a lossy codec has moved out of it."""
         if self.projected:
             self._map(values, lambda x, dim: project(x, self.basis, dim))
 
@@ -352,7 +363,8 @@ class Subspace(Unconstrained):
         """Move the subspace if it is time; every rank must call it after every step but the last.
 
         carry: applies a change to the values of parameters in outer state (`Engine.map`). Returns what is worth
-        logging, on the last stage: the share of the gradients' energy outside the subspace, before and after.
+        logging, on the last stage: the share of the gradients' energy outside the subspace before the move, "outside",
+        and after it, "outside_after"; {} elsewhere, and where it is not time.
         """
         if not self.moves(step):
             return {}
@@ -383,17 +395,17 @@ class Subspace(Unconstrained):
         return logged
 
     def sent_bytes(self, steps: int) -> dict[str, int]:
-        """Closed form of this rank's bytes in a run of `steps`, by axis and purpose."""
+        """Return the bytes that this rank sends in a run of `steps`, by "axis/purpose", in closed form."""
         every, world = self.config.update_every_steps, self.world
         updates = (steps - 1) // every if every and world.stage == world.stages - 1 else 0
         gram, basis = move_bytes(*self.basis.shape, world.replicas, world.stages, world.replica)
         return {"replica/subspace": updates * gram, "stage/subspace": updates * basis}
 
     def tensors(self) -> dict[str, Tensor]:
-        """State to checkpoint."""
+        """Return the state to checkpoint, by name."""
         return {"basis": self.basis} | ({} if self.gram is None else {"gram": self.gram})
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put back what `tensors` gave."""
+        """Put back a state that `tensors` has returned."""
         for name, value in self.tensors().items():
             value.copy_(tensors[name])

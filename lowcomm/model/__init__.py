@@ -1,4 +1,5 @@
-"""The decoder that the papers train:
+"""The decoder that the papers train.
 
-Its sizes, its parameters and FLOPs in closed form, and what its matrices look like.
+The modules hold its sizes, its parameters and FLOPs in closed form, the ranks of its matrices, and how it is read from
+and written to Hugging Face folders.
 """

@@ -21,7 +21,7 @@ from lowcomm.model.config import Constraint, ModelConfig, stage_layers
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """Parameters by part of the model."""
+    """The number of parameters in each part of a model."""
 
     embedding: int
     attention: int
@@ -31,17 +31,19 @@ class ParameterCount:
 
     @property
     def total(self) -> int:
+        """Return the number of all parameters."""
         return self.embedding + self.attention + self.mlp + self.norms + self.head
 
     @property
     def non_embedding(self) -> int:
+        """Return the number of parameters in neither the embedding nor the head."""
         return self.attention + self.mlp + self.norms
 
 
 def parameter_shapes(
     c: ModelConfig, constraint: Constraint | None = None, *, stage: int = 0, stages: int = 1
 ) -> dict[str, tuple[int, ...]]:
-    """Shapes of the parameters of a decoder, or of a stage of it, by name and in the order of `Decoder`'s own."""
+    """Return the shapes of the parameters of a decoder, or of a stage of it, by name and in `Decoder`'s own order."""
     return dict(_parameter_shapes(c, constraint, stage, stages))
 
 
@@ -88,7 +90,7 @@ def _written(c: ModelConfig, constraint: Constraint | None) -> tuple[int, int]:
 def parameters(
     c: ModelConfig, constraint: Constraint | None = None, *, stage: int = 0, stages: int = 1
 ) -> ParameterCount:
-    """Parameter count of a decoder, or of a stage of it; of a constrained one, without the fixed embedding."""
+    """Count the parameters of a decoder, or of a stage of it; a constrained one's fixed embedding is not counted."""
     found = dict.fromkeys(("embedding", "attention", "mlp", "norms", "head"), 0)
     for name, shape in parameter_shapes(c, constraint, stage=stage, stages=stages).items():
         owner = name.split(".")[-2]
@@ -100,7 +102,10 @@ def parameters(
 def trained_parameters(
     c: ModelConfig, sliced: Sequence[str], slices: int, constraint: Constraint | None = None
 ) -> ParameterCount:
-    """Count what a replica trains if each of `slices` replicas has its own slice of `sliced` (see `partial`)."""
+    """Count the parameters that a replica trains if each of `slices` replicas has its own slice of `sliced`.
+
+    `sliced` names parts of the decoder (see `partial`).
+    """
     whole = parameters(c, constraint)
     q, kv = c.heads * c.width_of_head, c.key_value_heads * c.width_of_head
     written, _ = _written(c, constraint)
@@ -111,7 +116,7 @@ def trained_parameters(
 
 
 def _writing_flops(c: ModelConfig, tokens: int, constraint: Constraint | None) -> int:
-    """FLOPs of one pass of the products with U alone: of the embedding, and two a layer."""
+    """Count the FLOPs of one pass of the products with U alone: one of the embedding, and two per constrained layer."""
     if constraint is None or not constraint.reparametrised:
         return 0
     _, narrow = _written(c, constraint)
@@ -119,7 +124,7 @@ def _writing_flops(c: ModelConfig, tokens: int, constraint: Constraint | None) -
 
 
 def forward_flops(c: ModelConfig, sequences: int, tokens: int, constraint: Constraint | None = None) -> int:
-    """FLOPs of one forward pass over `sequences` sequences of `tokens` tokens.
+    """Count the FLOPs of one forward pass over `sequences` sequences of `tokens` tokens.
 
     Per layer 2BTD(2NC + 2KC) projections + 4BT^2 NC attention + 2BTDF per MLP matrix; 2BTDV logits. Where matrices are
     W = U Z (Protocol Models), their products cost 2BTR each way instead, and U's 2BTRD.
@@ -143,13 +148,14 @@ def training_flops(
     recompute: bool = False,
     constraint: Constraint | None = None,
 ) -> int:
-    """FLOPs of a forward and a backward pass: each product has two gradients, so 3 x forward where all is trained.
+    """Count the FLOPs of a forward and a backward pass.
 
-    Where a replica trains a slice (Partial Parameter Updates, appendix C.2), gradients with respect to weights take
-    2BT a trained one; with respect to the inputs of MLPs, `through` / `slices` of theirs, where they pass through so
-    many slices alone (appendix D). With `recompute`, blocks are computed forward once more, up to their last product,
-    whose result nobody needs. The fixed U of W = U Z has one
-    gradient, not two. What keeping to a subspace takes besides is `subspace.overhead_flops`.
+    Each product has two gradients, so they are 3 x forward where all is trained. Where a replica trains a slice
+    (Partial Parameter Updates, appendix C.2), gradients with respect to weights take 2BT per trained weight. Those with
+    respect to the inputs of MLPs take `through` / `slices` of theirs where they pass through so many slices alone
+    (appendix D; None: through all). With `recompute`, blocks are computed forward once more, up to their last product,
+    whose result nobody needs. The fixed U of W = U Z has one gradient, not two. What keeping to a subspace takes
+    besides is `subspace.overhead_flops`.
     """
     forward, bt = forward_flops(c, sequences, tokens, constraint), sequences * tokens
     whole = parameters(c, constraint)
@@ -172,7 +178,7 @@ def training_flops(
 
 @dataclass(frozen=True)
 class MemoryCount:
-    """Bytes of tensors that live through a step, activations apart."""
+    """The bytes of the tensors that exist throughout a step, without activations."""
 
     weights: int
     gradients: int
@@ -182,6 +188,7 @@ class MemoryCount:
 
     @property
     def on_device(self) -> int:
+        """Return the most bytes that are on the accelerator at a time."""
         return self.weights + self.gradients + self.optimizer + self.outer_on_device
 
 
@@ -195,7 +202,7 @@ def memory(
     fewer: int = 0,
     gradient_bytes: int = 4,
 ) -> MemoryCount:
-    """Memory of one replica: `numel` parameters in fp32, and outer buffers of the same size.
+    """Count the memory of one replica: `numel` parameters in fp32, and outer buffers of the same size.
 
     DiLoCo has 2, the parameters last agreed and a momentum; NoLoCo 3, with the mean of its next peers' slow weights;
     error feedback adds one, the residual.

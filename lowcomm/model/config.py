@@ -15,7 +15,7 @@ class ModelConfig:
     heads: int  # N, a multiple of kv_heads
     ffn_dim: int  # F
     vocab_size: int  # V
-    seq_len: int  # longest T
+    seq_len: int  # the longest T, in tokens
     kv_heads: int = 0  # K; 0 means as many as heads
     head_dim: int = 0  # C; 0 means dim / heads
     mlp: Literal["relu", "gelu", "gated"] = "gated"
@@ -51,10 +51,12 @@ class ModelConfig:
 
     @property
     def width_of_head(self) -> int:
+        """Return C, the width of a head."""
         return self.head_dim or self.dim // self.heads
 
     @property
     def key_value_heads(self) -> int:
+        """Return K, the number of key/value heads."""
         return self.kv_heads or self.heads
 
 
@@ -65,12 +67,12 @@ class Constraint:
     The token embedding is then a fixed table of full rank, drawn with the weights, plus the trainable one; the
     residual stream less the fixed table's rows lies in the subspace. Its basis U [D, R] has orthonormal columns.
 
-    rank: R. dense_layers: the last layers, which are free. reparametrised: matrices are W = U Z with Z trained (the
-    stream is written by U), so that no weight can leave; else they have their full shape, and whoever trains them
+    rank: R. dense_layers: how many of the last layers are free. reparametrised: matrices are W = U Z with Z trained
+    (the stream is written by U), so that no weight can leave; else they have their full shape, and whoever trains them
     keeps them there (`subspace`). basis: of random directions, or of the first R coordinates. table: what the trainable
     embedding begins as, the fixed one's projection or zero. stages: where above 0, no weight is held to the subspace
-    (what is said of layers then means nothing); in its place the stream is projected on it between so many stages of a
-    pipeline, and by a whole model at the same places (`projection`).
+    (`dense_layers` then means nothing); instead the stream is projected on it between so many stages of a pipeline, and
+    by a whole model at the same places (`projection`).
     """
 
     rank: int
@@ -82,12 +84,15 @@ class Constraint:
 
     @property
     def free(self) -> bool:
-        """Tell whether weights are free, and the stream is projected."""
+        """Tell whether weights are free, and the stream is projected instead."""
         return self.stages > 0
 
 
 def stage_layers(layers: int, stages: int, stage: int) -> range:
-    """Layers of a stage of a pipeline: neighbours, and as many as in any other, or one more or less."""
+    """Return the layers of a stage of a pipeline: neighbours, and as many as in any other stage, or one more or less.
+
+    Raises ValueError where there are more stages than layers, or fewer than 1.
+    """
     if not 1 <= stages <= layers:
         raise ValueError(f"{layers} layers cannot form {stages} stages: each needs one at least")
     return range(layers * stage // stages, layers * (stage + 1) // stages)

@@ -6,7 +6,7 @@ two-matrix ReLU or GELU MLP (Partial Parameter Updates) or a gated one (NoLoCo,
 Protocol Models), tied or untied embeddings, grouped key/value heads.
 
 What writes into the residual stream may be held to a subspace, or the stream be projected on it (`Constraint`). Keys
-and values of what was read may be kept (`KeyValues`), to read on one token at a time.
+and values of tokens that were read may be kept (`KeyValues`), so that one token at a time can be read after them.
 
 Shape legend: B batch, T tokens, D model width, F feed-forward width, V vocabulary,
 N query heads, K key/value heads, C width of a head, R rank of the subspace.
@@ -28,20 +28,26 @@ from lowcomm.model.config import Constraint, ModelConfig, stage_layers
 
 
 def orthonormal(x: Tensor) -> Tensor:
-    """An orthonormal basis of the columns of x [D, R]: Q of its QR, with the signs that make it continuous in x."""
+    """Return an orthonormal basis [D, R] of the columns of x [D, R].
+
+    It is Q of the QR decomposition, with the signs that make it continuous in x.
+    """
     q, r = torch.linalg.qr(x)
     return (q * torch.where(r.diagonal() < 0, -1.0, 1.0)).contiguous()
 
 
 class KeyValues:
-    """Keys and values of one layer for a batch of sequences, up to `capacity` tokens, as far as they have been read."""
+    """The keys and values of one layer for a batch of sequences, of the `length` tokens that have been read so far.
+
+    There is room for `capacity` tokens.
+    """
 
     def __init__(self, capacity: int):
         self.capacity, self.length = capacity, 0
         self._both: list[Tensor] = []
 
     def add(self, k_BKTC: Tensor, v_BKTC: Tensor) -> list[Tensor]:
-        """Append keys and values of new tokens, and return all that have been read so far, [B, K, length, C] each."""
+        """Append the keys and values of T new tokens, and return those of all read so far, [B, K, length, C] each."""
         B, K, T, C = k_BKTC.shape
         self._both = self._both or [k_BKTC.new_empty(B, K, self.capacity, C) for _ in range(2)]
         begin, self.length = self.length, self.length + T
@@ -51,7 +57,7 @@ class KeyValues:
 
 
 def rotary_tables(seq_len: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """cos and sin of the rotary angles, each [T, C] fp32; the first half of sin is negative (Su et al., 2021)."""
+    """Return cos and sin of the rotary angles, fp32 [T, C] each; the first half of sin is negated (Su et al., 2021)."""
     freqs_h = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     angles_th = torch.arange(seq_len, dtype=torch.float32)[:, None] * freqs_h
     cos_th, sin_th = angles_th.cos(), angles_th.sin()
@@ -59,7 +65,7 @@ def rotary_tables(seq_len: int, head_dim: int, theta: float) -> tuple[Tensor, Te
 
 
 def rotate(x_BNTC: Tensor, cos_TC: Tensor, sin_TC: Tensor) -> Tensor:
-    """Apply rotary positions to queries or keys; the two halves of a head are the pairs."""
+    """Return queries or keys with rotary positions applied; a pair has one entry in each half of a head."""
     cos, sin = cos_TC.to(x_BNTC.dtype), sin_TC.to(x_BNTC.dtype)
     return torch.addcmul(x_BNTC * cos, x_BNTC.roll(x_BNTC.shape[-1] // 2, dims=-1), sin)
 
@@ -69,9 +75,10 @@ def _norm(config: ModelConfig, width: int) -> nn.Module:
 
 
 class Attention(nn.Module):
-    """Causal self-attention with rotary positions; torch picks the fused kernel. Its result is `width` wide.
+    """Causal self-attention with rotary positions; torch picks the fused kernel. Its result is [B, T, width].
 
-    `attend`: what takes the kernel's place, q [B, N, T, C], k, v [B, K, T, C] -> [B, N, T, C].
+    `attend`: a function of q [B, N, T, C], k and v [B, K, T, C] that takes the kernel's place and returns
+    [B, N, T, C]; None for torch's kernel.
     """
 
     attend: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
@@ -107,7 +114,10 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """W_down act(W_up x), or W_down (silu(W_gate x) * W_up x) when gated; `width` wide."""
+    """The feed-forward part of a block: W_down act(W_up x), or W_down (silu(W_gate x) * W_up x) when gated.
+
+    Its result is [B, T, width].
+    """
 
     def __init__(self, c: ModelConfig, width: int):
         super().__init__()
@@ -126,7 +136,10 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """x + Attention(norm(x)), then x + MLP(norm(x)); with a `rank`, both are as wide, and written by U."""
+    """A pre-norm block: x + Attention(norm(x)), then x + MLP(norm(x)).
+
+    With a `rank` R, attention and MLP return [B, T, R], which U writes into the stream.
+    """
 
     def __init__(self, c: ModelConfig, rank: int | None = None):
         super().__init__()
@@ -154,7 +167,7 @@ _recomputing = threading.local()
 
 
 def recomputing() -> bool:
-    """Tell whether a block is being recomputed: for what its backward pass needs, and not for its result."""
+    """Tell whether this thread is recomputing a block, for what its backward pass needs and not for its result."""
     return getattr(_recomputing, "now", False)
 
 
@@ -175,14 +188,16 @@ def _computed_twice(block: nn.Module, *inputs: Tensor | None) -> Tensor:
 
 
 class Decoder(nn.Module):
-    """Embedding, blocks, norm and head. `forward` gives logits, `losses` the training loss.
+    """A decoder: embedding, blocks, norm and head. `forward` gives logits, `losses` the training loss.
 
-    `recompute`: keep only the inputs of blocks, and compute the rest once more in the backward pass.
-    `offset`: the position of the first token that is read.
+    `recompute`: whether only the inputs of blocks are kept, and the rest is computed once more in the backward pass.
+    `offset`: the position, from 0, of the first token that is read.
     `probe`: zeros [B, T, D] that are added to the input of the first dense layer where gradients are taken, so that
-    its gradient is that of what the constrained layers wrote.
-    `projecting_layers`: those that read a projection of the stream, with which stages after the first begin.
-    With a constraint, buffers `basis_DR` (U) and `fixed_VD` (the fixed embedding) are those of every stage.
+    its gradient is that of what the constrained layers wrote; None for no probe.
+    `projecting_layers`: the layers that read a projection of the stream, with which stages after the first begin.
+    With a constraint, each stage has the buffers `basis_DR` (U) and `fixed_VD` (the fixed embedding).
+
+    Raises ValueError where the embedding is tied and there is a constraint.
     """
 
     recompute = False
@@ -214,20 +229,20 @@ class Decoder(nn.Module):
 
     @property
     def constrained_layers(self) -> range:
-        """Layers that write to the subspace alone, of the whole decoder."""
+        """Return the layers that write to the subspace alone, of the whole decoder."""
         if self.constraint is None or self.constraint.free:
             return range(0)
         return range(max(0, self.config.layers - self.constraint.dense_layers))
 
     def tables(self) -> dict[str, Tensor]:
-        """Return what a saved model needs besides its parameters, by name.
+        """Return the tensors that a saved model needs besides its parameters, by name.
 
-        With a constraint these are the basis and the fixed embedding; without one there is nothing.
+        With a constraint they are the basis and the fixed embedding; without one there are none.
         """
         return {} if self.constraint is None else {"basis_DR": self.basis_DR, "fixed_VD": self.fixed_VD}
 
     def constrained(self) -> list[str]:
-        """Parameters (of this stage) that write to the subspace, by name; the embedding first."""
+        """Return the names of this stage's parameters that write to the subspace, the embedding's first."""
         if self.constraint is None or self.constraint.free:
             return []
         found = [] if self.embedding is None else ["embedding.weight"]
@@ -238,12 +253,12 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def initialise(self, seed: int) -> Decoder:
-        """Draw all weights from `seed` alone, so every replica and every stage starts equal without talking.
+        """Draw all weights, in place, from `seed` alone, and return the decoder.
 
-        Matrices are N(0, 0.02^2), but the embedding's deviation is `embedding_std`; those that write into the residual
-        stream are divided by sqrt(2 layers) as in GPT-2; norms start at one. With a constraint the same weights are
-        drawn and projected on the subspace, whose basis is drawn from the seed too: isotropic Gaussian columns, made
-        orthonormal.
+        Every replica and every stage so starts with equal weights, without any communication. Matrices are
+        N(0, 0.02^2), but the embedding's deviation is `embedding_std`; those that write into the residual stream are
+        divided by sqrt(2 layers) as in GPT-2; norms start at one. With a constraint the same weights are drawn and
+        projected on the subspace, whose basis is set by `draw_basis`.
         """
         generator = torch.Generator().manual_seed(seed)
         self.draw_basis(seed)
@@ -258,7 +273,10 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def draw_basis(self, seed: int) -> None:
-        """Draw the subspace's basis from `seed` alone; without a constraint there is none."""
+        """Set the subspace's basis, from `seed` alone; do nothing without a constraint.
+
+        It is of isotropic Gaussian columns, made orthonormal, or of the first R coordinates (`Constraint.basis`).
+        """
         if self.constraint is None:
             return
         columns = torch.eye(self.config.dim)[:, : self.constraint.rank]
@@ -269,7 +287,10 @@ class Decoder(nn.Module):
         self.basis_DR.copy_(orthonormal(columns))
 
     def full_shape(self, name: str) -> tuple[int, ...]:
-        """The shape that a parameter has without a constraint: [V, D] for the embedding, [D, n] for what writes."""
+        """Return the shape that a parameter has without a constraint.
+
+        It is [V, D] of the embedding, and [D, n] of matrices that write into the stream.
+        """
         shape = tuple(self.get_parameter(name).shape)
         if name not in self.constrained():
             return shape
@@ -277,10 +298,12 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def put(self, name: str, whole: Tensor, *, split: bool = False) -> None:
-        """Set a parameter to what `whole`, of its `full_shape`, is in the subspace; an unconstrained one to `whole`.
+        """Set a parameter to the projection of `whole`, of its `full_shape`, on the subspace; a free one to `whole`.
 
-        The fixed embedding becomes the whole table. With `split` it becomes what the trainable one lacks of it, so
-        that both together are the table, as is right for one that has been trained.
+        Re-parametrised, it becomes the coordinates of the projection. A trainable embedding that begins at zero
+        (`Constraint.table`) becomes zero. The fixed embedding becomes the whole table; with `split` it becomes what the
+        trainable one lacks of the table, so that both together are the table, as is right for one that has been
+        trained.
         """
         p, table = self.get_parameter(name), name == "embedding.weight"
         if self.constraint is None or not (table or name in self.constrained()):
@@ -295,7 +318,10 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def whole(self, name: str) -> Tensor:
-        """The weight of `full_shape` that a parameter stands for: U Z of what writes, and both embeddings' sum."""
+        """Return the weight of `full_shape` that a parameter stands for.
+
+        It is U Z where that writes into the stream, and the sum of both embeddings.
+        """
         p, table = self.get_parameter(name).detach(), name == "embedding.weight"
         if self.constraint is None or not (table or name in self.constrained()):
             return p
@@ -304,9 +330,10 @@ class Decoder(nn.Module):
         return p + self.fixed_VD if table else p
 
     def cut(self, stage: int, stages: int) -> Decoder:
-        """Keep what is of one stage of a pipeline: its layers, the embedding (the first), norm and head (the last).
+        """Keep the parts of one stage of a pipeline, in place, and return the decoder.
 
-        Parameters keep their names. What is projected between stages is left to the pipeline's boundaries. Raises
+        They are its layers, at the first stage the embedding, and at the last one norm and head; other parts become
+        None. Parameters keep their names. What is projected between stages is left to the pipeline's boundaries. Raises
         ValueError for tied embeddings, which would be of two stages.
         """
         kept = stage_layers(self.config.layers, stages, stage)
@@ -322,7 +349,7 @@ class Decoder(nn.Module):
         return self
 
     def crossed(self, layer: int, x_BTD: Tensor, ids_BT: Tensor) -> Tensor:
-        """Return what a layer reads of the stream x: T_fixed[ids] + (x - T_fixed[ids]) U U^T if it projects, else x.
+        """Return what a layer reads of the stream x: T_fixed[ids] + (x - T_fixed[ids]) U U^T if it projects it, else x.
 
         As at a boundary between two stages, this is computed in fp32.
         """
@@ -333,7 +360,7 @@ class Decoder(nn.Module):
             return (fixed_BTD + (x_BTD.float() - fixed_BTD) @ basis_DR @ basis_DR.T).to(x_BTD.dtype)
 
     def embed(self, ids_BT: Tensor) -> Tensor:
-        """Token ids -> the residual stream [B, T, D] as it begins."""
+        """Return the residual stream [B, T, D] as it begins, for token ids [B, T]."""
         x_BTD = self.embedding(ids_BT)
         if self.constraint is None:
             return x_BTD
@@ -342,9 +369,11 @@ class Decoder(nn.Module):
         return x_BTD + self.fixed_VD[ids_BT]
 
     def hidden(self, x: Tensor, kept: dict[str, KeyValues] | None = None) -> Tensor:
-        """Token ids [B, T] (int64), or activations where a pipeline is cut -> the residual stream [B, T, D] at the end.
+        """Return the residual stream [B, T, D] after the last block of the decoder, or of its stage.
 
-        With `kept`, a `KeyValues` for each of its layers, the T tokens come after those read before.
+        x: token ids [B, T] (int64), or at a later stage of a pipeline activations [B, T, D]. With `kept`, a `KeyValues`
+        for each of its layers, by name, the T tokens come after those read before. Raises ValueError where that is more
+        than `seq_len` tokens.
         """
         T, before = x.shape[1], self.offset if kept is None else next(iter(kept.values())).length
         if self.config.seq_len < before + T:
@@ -356,26 +385,29 @@ class Decoder(nn.Module):
             if probed == int(name):
                 x_BTD = x_BTD + self.probe
             x_BTD = self.crossed(int(name), x_BTD, x)
-            if self.recompute and torch.is_grad_enabled():
+            if self.recompute and kept is None and torch.is_grad_enabled():
                 x_BTD = _computed_twice(block, x_BTD, cos, sin, self.basis_DR)
             else:
                 x_BTD = block(x_BTD, cos, sin, self.basis_DR, None if kept is None else kept[name])
         return x_BTD + self.probe if probed == self.config.layers else x_BTD
 
     def forward(self, x: Tensor) -> Tensor:
-        """Token ids [B, T] (int64) -> logits [B, T, V]; a stage takes and gives activations [B, T, D] at its cuts."""
+        """Return the logits [B, T, V] of token ids [B, T] (int64).
+
+        A stage takes activations [B, T, D] unless it is the first, and returns activations unless it is the last.
+        """
         x_BTD = self.hidden(x)
         return x_BTD if self.head is None else self.head(self.norm(x_BTD))
 
     def losses(self, x: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """(training loss, cross-entropy) of `forward`'s logits, both means in nats per token.
+        """Return (training loss, cross-entropy) of `forward`'s logits for targets [B, T], both means in nats per token.
 
         The training loss adds z_loss * mean(logsumexp(logits)^2), Chowdhery et al. (2022).
         """
         return self._losses_of(self(x), targets_BT)
 
     def head_losses(self, x_BTD: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute what `losses` does from the result of `hidden`: norm, head and cross-entropy alone."""
+        """Return what `losses` does, from the result of `hidden`: by norm, head and cross-entropy alone."""
         return self._losses_of(self.head(self.norm(x_BTD)), targets_BT)
 
     def _losses_of(self, logits_BTV: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
-"""Decoders from and to folders as Hugging Face has them: `config.json` and safetensors, of Llama and Qwen3 models.
+"""Reading and writing decoders as Hugging Face folders: `config.json` and safetensors, of Llama and Qwen3 models.
 
 Both are decoders with RMSNorm, a gated MLP and rotary positions whose pairs are the two halves of a head, as here;
-Qwen3 norms queries and keys too. Whatever a folder asks for and `Decoder` cannot do is refused before a weight is read.
+Qwen3 norms queries and keys too. Whatever a folder needs and `Decoder` cannot do is refused before a weight is read.
 No code of a folder runs: it is read as JSON and safetensors alone, and the library transformers is not needed.
 
     Hugging Face's                   here
@@ -40,7 +40,7 @@ CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.
 
 @dataclass(frozen=True)
 class _Family:
-    """A `model_type`: what its configuration means where it is silent, and what else it holds."""
+    """A family of models, by `model_type`: the defaults of its configuration, and the keys that it alone has."""
 
     architecture: str
     qk_norm: bool
@@ -84,7 +84,7 @@ _DTYPES = ("F64", "F32", "F16", "BF16")
 
 
 def public_name(name: str) -> str:
-    """Hugging Face's name of a parameter of `Decoder`."""
+    """Return Hugging Face's name of a parameter of `Decoder`."""
     owner, _, kind = name.rpartition(".")
     if owner in _REST:
         return f"{_REST[owner]}.{kind}"
@@ -93,7 +93,7 @@ def public_name(name: str) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A value as JSON has it, on one line and not too long."""
+    """Return a value as JSON on one line, cut to at most 80 characters."""
     text = json.dumps(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
@@ -119,11 +119,14 @@ class _Keys:
         self.file, self.values = file, _read_json(file)
 
     def refuse(self, key: str, value: Any, rule: str) -> ConfigError:
-        """Make the error to raise where the value of a key breaks a rule."""
+        """Return the error to raise where the value of a key breaks a rule."""
         return ConfigError(f"{self.file}: {key} = {_shown(value)}: {rule}")
 
     def count(self, key: str, absent: int | None = None) -> int:
-        """A whole number, at least 1; `absent` is meant where the key is missing or null."""
+        """Return the value of a key that must be a whole number, at least 1; `absent` where it is missing or null.
+
+        Raises ConfigError where it is anything else, and where it is missing and `absent` is None.
+        """
         value = self.values.get(key)
         if value is None:
             if absent is None:
@@ -134,26 +137,29 @@ class _Keys:
         return value
 
     def positive(self, key: str, value: Any) -> float:
-        """`value`, which is of `key`, as a number; it must be finite and above 0."""
+        """Return the value of a key as a float. Raises ConfigError where it is no finite number above 0."""
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
             raise self.refuse(key, value, "it must be a finite number above 0")
         return float(value)
 
     def flag(self, key: str) -> bool:
-        """True or false; false where the key is missing or null."""
+        """Return the value of a key, false where it is missing or null. Raises ConfigError where it is no boolean."""
         value = self.values.get(key)
         if value is not None and not isinstance(value, bool):
             raise self.refuse(key, value, "it must be true or false")
         return bool(value)
 
     def check_only(self) -> None:
-        """Refuse what `Decoder` has no part for."""
+        """Raise ConfigError where a key has a value for which `Decoder` has no part."""
         for key, (allowed, rule) in _ONLY.items():
             if (value := self.values.get(key, allowed[0])) not in allowed:
                 raise self.refuse(key, value, f"only {_shown(allowed[0])} can be loaded, as {rule}")
 
     def family(self) -> _Family:
-        """The family that model_type names, if it has the head of a language model."""
+        """Return the family that model_type names.
+
+        Raises ConfigError where it is not known, or the architecture is not that with the head of a language model.
+        """
         kind = self.values.get("model_type")
         if not isinstance(kind, str) or kind not in _FAMILIES:
             raise self.refuse("model_type", kind, f"it must be {' or '.join(_FAMILIES)}")
@@ -163,7 +169,10 @@ class _Keys:
         return family
 
     def theta(self) -> float:
-        """The base of the rotary angles, which no rescaling may change."""
+        """Return the base of the rotary angles, 10,000 by default.
+
+        Raises ConfigError where angles are rescaled, or keys contradict each other.
+        """
         said: dict[str, Any] = {}
         if self.values.get("rope_theta") is not None:
             said["rope_theta"] = self.values["rope_theta"]
@@ -188,7 +197,7 @@ class _Keys:
         return float(next(iter(said.values()), 10_000.0))
 
     def check_windows(self, layers: int) -> None:
-        """Refuse layers that attend to a window."""
+        """Raise ConfigError where a layer attends to a window."""
         kinds = self.values.get("layer_types")
         if kinds is not None:
             if not isinstance(kinds, list) or len(kinds) != layers:
@@ -203,7 +212,7 @@ class _Keys:
                 raise self.refuse("sliding_window", window, rule)
 
     def model(self) -> ModelConfig:
-        """Return the model that the configuration asks for. Raises ConfigError where `Decoder` has no such thing."""
+        """Return the model that the configuration describes. Raises ConfigError where `Decoder` cannot be that."""
         family = self.family()
         self.check_only()
         heads, dim, layers = (self.count(k) for k in ("num_attention_heads", "hidden_size", "num_hidden_layers"))
@@ -239,15 +248,15 @@ class _Keys:
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """Return the model that the config.json of a folder asks for.
+    """Return the model that the config.json of a folder describes.
 
-    Raises ConfigError, which names the file, the key, its value and the rule, for what `Decoder` cannot do.
+    Raises ConfigError, which names the file, the key, its value and the rule, where `Decoder` cannot be that model.
     """
     return _Keys(folder / CONFIG).model()
 
 
 def _header(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
-    """(shape, dtype) of the tensors of a file, by name."""
+    """Return (shape, dtype) of each tensor of a safetensors file, by name, without reading its values."""
     try:
         with safe_open(file, framework="pt") as tensors:
             parts = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118 (no dictionary)
@@ -257,7 +266,10 @@ def _header(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
 
 
 def _files(folder: Path) -> dict[Path, list[str] | None]:
-    """The files of a folder that hold weights, each with the tensors that the index says it has (None: no index)."""
+    """Return the files of a folder that hold weights, each with the tensors that the index names (None: no index).
+
+    Raises ConfigError where there are none, or both a single file and an index, and where the index cannot be right.
+    """
     single, index = folder / WEIGHTS, folder / INDEX
     if single.exists() and index.exists():
         raise ConfigError(f"{folder} holds both {WEIGHTS} and {INDEX}: only one of them can be the model")
@@ -279,15 +291,15 @@ def _files(folder: Path) -> dict[Path, list[str] | None]:
 
 
 def _some(names: set[str]) -> str:
-    """Up to three of some names, and how many more there are."""
+    """Return up to three of some names as text, and how many more there are."""
     first = [repr(n) for n in sorted(names)[:3]]
     return ", ".join(first) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _place(folder: Path, shapes: dict[str, tuple[int, ...]], spare: dict[str, tuple[int, ...]]) -> dict[str, Path]:
-    """The file of each tensor, by its name: all of `shapes`, perhaps some of `spare`, and no other.
+    """Return the file of each tensor, by its name: of all in `shapes`, perhaps of some in `spare`, and of no other.
 
-    Raises ConfigError where one is missing, is not wanted, or has another shape or a dtype that is no float.
+    Raises ConfigError where one is missing or superfluous, or has another shape or a dtype that is no float.
     """
     placed: dict[str, Path] = {}
     source = folder / WEIGHTS
@@ -320,7 +332,7 @@ def _read(file: Path, name: str) -> Tensor:
 
 
 def _blank(config: ModelConfig, constraint: Constraint | None, dtype: torch.dtype) -> Decoder:
-    """A decoder on the CPU whose weights have no value yet; what turns positions is fp32, as ever."""
+    """Return a decoder on the CPU whose weights have no values yet; rotary tables and basis are fp32, as ever."""
     with torch.device("meta"):
         model = Decoder(config, constraint)
     model = model.to(dtype).to_empty(device="cpu")
@@ -335,7 +347,7 @@ def _blank(config: ModelConfig, constraint: Constraint | None, dtype: torch.dtyp
 def load_folder(
     folder: Path, *, constraint: Constraint | None = None, seed: int = 0, dtype: torch.dtype = torch.float32
 ) -> Decoder:
-    """A decoder with the weights of a Hugging Face folder of a Llama or a Qwen3 model, on the CPU.
+    """Return a decoder, on the CPU, with the weights of a Hugging Face folder of a Llama or a Qwen3 model.
 
     Args:
         folder: holds config.json, and model.safetensors or the files that model.safetensors.index.json names.
@@ -344,9 +356,9 @@ def load_folder(
         seed: what the basis of the subspace is drawn from, as `Decoder.initialise` does.
         dtype: of the weights.
 
-    Raises ConfigError, of one line that names the file, the key, its value and the rule, where the folder asks for
-    what `Decoder` does not have, where a tensor is missing, is not wanted or has another shape, and where a file is
-    missing or corrupt.
+    Raises ConfigError, of one line that names the file, the key, its value and the rule, where the folder needs what
+    `Decoder` does not have, where a tensor is missing, is superfluous or has another shape, and where a file is missing
+    or corrupt.
     """
     folder = Path(folder)
     config = read_config(folder)
@@ -378,7 +390,10 @@ def load_folder(
 
 
 def _whole(model: Decoder) -> dict[str, Tensor]:
-    """The weights of a decoder by Hugging Face's names, as they are without a constraint."""
+    """Return the weights of a decoder, by Hugging Face's names and as they are without a constraint.
+
+    Raises ConfigError where the decoder is not whole.
+    """
     shapes = parameter_shapes(model.config)
     held = {name for name, _ in model.named_parameters()}
     if held != shapes.keys():
@@ -393,7 +408,7 @@ def _whole(model: Decoder) -> dict[str, Tensor]:
 
 
 def public_config(config: ModelConfig, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """A config.json that says the same: of a Qwen3 model where queries and keys are normed, else of a Llama.
+    """Return the config.json of the same model: of a Qwen3 where queries and keys are normed, else of a Llama.
 
     `z_loss` is of training alone and is not in it. Raises ConfigError for what neither model has.
     """

@@ -63,22 +63,26 @@ def gaussian_stable_rank(rows: int, columns: int) -> float:
 
 
 def projections(named: dict[str, Tensor]) -> Iterator[tuple[int, str, Tensor]]:
-    """(layer, "attention.out" or "mlp.down", matrix) of a decoder of ours, from its parameters or from gradients."""
+    """Yield (layer, "attention.out" or "mlp.down", matrix) for each matrix that writes into the stream of a `Decoder`.
+
+    named: the decoder's parameters, or their gradients, by name.
+    """
     for name, w in named.items():
         if found := _OWN.match(name):
             yield int(found[1]), found[2], w
 
 
 def stable_ranks(named: dict[str, Tensor], what: str) -> dict[str, float]:
-    """The stable ranks of projection matrices, to be logged as "<what>/<layer>/<matrix>"."""
+    """Return the stable ranks of the matrices of `projections`, to be logged, by "<what>/<layer>/<matrix>"."""
     return {f"{what}/{layer}/{matrix}": stable_rank(singular_values(w)) for layer, matrix, w in projections(named)}
 
 
 @torch.no_grad()
 def activation_ranks(model: Decoder, ids_BT: Tensor) -> list[dict[str, float]]:
-    """Stable ranks of each layer's output [B T, D]: as it is, and less the token embedding (Eq. 6); layer by layer.
+    """Return, for each layer, the stable ranks of its output [B T, D], for token ids [B, T].
 
-    With a constraint, less the fixed part of the embedding: the rest lies in the subspace.
+    They are those of the output as it is ("activations"), and less the token embedding (Eq. 6, "less_embedding"): with
+    a constraint, less the fixed part of the embedding, as the rest lies in the subspace.
     """
     embedding = model.embed(ids_BT) if model.constraint is None else model.fixed_VD[ids_BT]
     return [
@@ -102,17 +106,17 @@ def energy_outside(model: Decoder, ids_BT: Tensor) -> list[float]:
 
 
 def _outputs(model: Decoder, ids_BT: Tensor) -> Iterator[Tensor]:
-    """Give the outputs [B, T, D] of all layers, in order."""
+    """Yield the outputs [B, T, D] of all layers, in order."""
     T, x = ids_BT.shape[1], model.embed(ids_BT)
     for name, block in model.blocks.items():
         yield (x := block(model.crossed(int(name), x, ids_BT), model.cos_TC[:T], model.sin_TC[:T], model.basis_DR))
 
 
 def checkpoint_projections(folder: Path) -> Iterator[tuple[int, str, Tensor]]:
-    """(layer, "attention.out" or "mlp.down", matrix) of a checkpoint in safetensors, one matrix in memory at a time.
+    """Yield (layer, "attention.out" or "mlp.down", matrix) of a checkpoint, with one matrix in memory at a time.
 
-    A folder as Hugging Face has it, of one file or of many with an index: Llama, Qwen, OLMo, Phi, and our own. Raises
-    ValueError where there is none of it, or a file is missing or corrupt.
+    folder: safetensors as Hugging Face has them, in one file or in many with an index: of a Llama, Qwen, OLMo or Phi
+    model, or of our own. Raises ValueError where there is no such matrix, or a file is missing or corrupt.
     """
     index = folder / "model.safetensors.index.json"
     names = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else None
