@@ -1,27 +1,29 @@
-"""Ratios, measured side by side in one run.
+"""Measure the speed of training, exchanges and codecs as ratios, side by side in one run.
 
     python -m pipelines.bench
-    python -m pipelines.bench --small     a few steps of small models: that all of it runs, and no more
+    python -m pipelines.bench --small     a few steps of small models, only to check that all of it runs
 
 1. The trainer's tokens/s over those of a bare PyTorch loop with the same model, batch and optimizer.
 2. The engine's share of a step without exchange.
 3. The seconds of an fp32 outer exchange over those of torch.distributed's all-reduce of the same tensor, like for
-   like: `World.sum` over the bare all-reduce, `World.mean` over the all-reduce and a division. Each of our verbs costs
-   up to a millisecond before the first byte: the headers by which ranks that disagree find each other out, and the way
-   to the thread that lets computing go on. It shows at 4 MB between processes of one machine, which take 4 ms, and so
-   there is a bound of its own; over the links that this library is for, 4 MB take seconds.
-4. E3M0 to and from bytes, on the GPU or one core: its speed as a share of a memory copy's, and the seconds of a plain
-   PyTorch expression of the same over its own.
+   like: `World.sum` over the bare all-reduce, `World.mean` over the all-reduce and a division. Each verb of the library
+   costs up to a millisecond before its first byte: for the headers by which ranks find out that they disagree, and for
+   the way to the thread that lets computing go on. This shows at 4 MB between processes of one machine, which take
+   4 ms, so this size has a bound of its own; over the links that this library is for, 4 MB take seconds.
+4. The encoding and decoding of E3M0, on the GPU or on one core: its speed as a share of that of a memory copy of the
+   fp32 values, and the seconds of a plain PyTorch expression of the same over its own.
 5. The seconds of a training step in which 1/4 of the MLPs and heads are trained over those of a full one, at a width
    where computing is all there is; beside it the ratio of their FLOPs.
 6. What keeping to a subspace of a hundredth of the stream's dimensions takes, in shares of a training step (Protocol
-   Models' "about 1 %"): compression at all boundaries, projection of gradients, watching, an update every 500 steps;
-   and the seconds of AdamW with one second moment a row over those of torch's fused one.
+   Models' "about 1 %"): compression at all boundaries, projection of gradients, watching those at the last
+   compressed layer, an update every 500 steps; and the seconds of AdamW with one second moment per row over those of
+   torch's fused one.
 7. The seconds of a round of DiLoCo, inner steps and exchange, among replicas that may leave (`ElasticUpdates`) over
    those of one among fixed ranks (`LocalUpdates`); the parameters of both are equal bit for bit.
 
-In 1 the two alternate in blocks inside one process, in 3 call by call inside the same ranks, in 5 and 6 step by step,
-in 7 round by round, so that a machine whose speed drifts slows both. Medians are quoted, with the quartiles.
+In 1 the two alternate in blocks inside one process, in 3 call by call inside the same ranks, in 4 call by call, in 5
+and 6 step by step, in 7 round by round, so that a machine whose speed drifts slows both. Medians are quoted, with the
+quartiles.
 """
 
 from __future__ import annotations
@@ -66,21 +68,28 @@ from pipelines.launch import torchrun_command
 from pipelines.project import ROOT, corpus_configs, prepared, run_config
 from pipelines.timing import in_turns, seconds
 
-#: Parts of the matrices that item 5 trains, and how many there are of each.
+#: What item 5 cuts into slices, and the number of slices, of which it trains one.
 SLICED, SLICES = ("mlp", "heads"), 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """How much is measured of what.
+    """How much each benchmark measures; items are those of the module's docstring.
 
     Attributes:
-        scale: of the trainer's run. block, blocks: its steps, in which trainer and bare loop alternate.
-        codec_values: fp32 values to and from bytes, on the CPU and on a GPU; codec_calls: how often.
-        wide: the model of item 5, wide enough that products of matrices are all that takes time, and of few words, so
-            that layers count. pairs: of steps.
-        thin: the model of item 6, as wide as a laptop allows. steps: how many.
-        payloads: fp32 values of an exchange -> calls. ranks: among how many.
+        scale: the scale of params.yaml at which items 1, 2 and 7 run.
+        block, blocks: the steps of a block, and the number of blocks, in which trainer and bare loop alternate. In
+            item 7 a round has `block` steps, and there are twice as many rounds as `blocks`.
+        codec_values: how many fp32 values item 4 encodes and decodes on the CPU, and how many on a GPU.
+        codec_calls: how often item 4 does so.
+        wide: the model of item 5, wide enough that products of matrices are all that takes time, and of a small
+            vocabulary, so that layers count.
+        pairs: how many pairs of steps, one sliced and one full, item 5 times.
+        thin: the model of item 6, as wide as a laptop allows.
+        steps: how many steps item 6 times.
+        payloads: pairs of the number of fp32 values in an exchange of item 3 and the number of calls, of which the
+            first two warm up.
+        ranks: the numbers of ranks among which item 3 exchanges; item 7 runs where there are two.
     """
 
     scale: str
@@ -125,19 +134,19 @@ SMALL = Sizes(
 
 
 def quartiles(values: list[float]) -> str:
-    """'1.002 (0.995 to 1.010)': median and quartiles."""
+    """Return the median and the quartiles of two values or more as text: "1.002 (0.995 to 1.010)"."""
     low, mid, high = statistics.quantiles(values, n=4)
     return f"{mid:.3f} ({low:.3f} to {high:.3f})"
 
 
 def trainer_and_engine(sizes: Sizes) -> tuple[list[float], list[float]]:
-    """(trainer speed over bare speed, a value a block; engine's share of the step, a value a step)."""
+    """Return the trainer's speed over the bare loop's, block by block, and the engine's share of time, step by step."""
     with tempfile.TemporaryDirectory() as out:
         return _trainer_and_engine(sizes, Path(out))
 
 
 def _corpus(corpus: str, sizes: Sizes, out: Path) -> Path:
-    """The folder of the prepared corpus: the project's own; at small sizes one that is made for this alone."""
+    """Return the folder of the prepared corpus: the project's own, or at small sizes one that is made in `out`."""
     if sizes is FULL:
         return prepared(corpus, sizes.scale)
     source, data = corpus_configs(corpus, scale=sizes.scale)
@@ -190,7 +199,7 @@ def _trainer_and_engine(sizes: Sizes, out: Path) -> tuple[list[float], list[floa
 
 
 def _time_engine(trainer: Trainer, shares: list[float]) -> None:
-    """Wrap a trainer's step and its engine's calls so that each step notes the engine's share."""
+    """Wrap a trainer's step and its engine's calls, so that each step adds the engine's share of it to `shares`."""
     engine, spent = trainer.engine, [0.0]
 
     def timed(call):
@@ -216,7 +225,7 @@ def _time_engine(trainer: Trainer, shares: list[float]) -> None:
 
 
 def sliced_step(sizes: Sizes) -> tuple[list[float], float]:
-    """(seconds of a sliced step over those of a full one, a value a pair of steps; the ratio of their FLOPs)."""
+    """Return the seconds of a sliced step over those of a full one, pair by pair, and the ratio of their FLOPs."""
     device, wide = default_device(), sizes.wide
     tokens = torch.randint(0, wide.vocab_size, (2, wide.seq_len + 1), device=device)
     steps = []
@@ -236,12 +245,15 @@ def sliced_step(sizes: Sizes) -> tuple[list[float], float]:
     return ratios, flops / training_flops(wide, 2, wide.seq_len)
 
 
-#: Of item 6.
+#: The boundaries of item 6: a subspace of 10 dimensions.
 SUBSPACE = BoundaryConfig("subspace", 10, update_every_steps=500, update_lr=1.0)
 
 
 def subspace_shares(sizes: Sizes) -> dict[str, list[float]]:
-    """Shares of a step of each part, a value a step; "adamw": its seconds over plain AdamW's."""
+    """Return the share of a training step that each part of item 6, and "all" of them, takes, step by step, by name.
+
+    "adamw" has the seconds of AdamW with one second moment per row over those of the plain one.
+    """
     device, thin = default_device(), sizes.thin
     model = Decoder(thin, SUBSPACE.constraint(stages=1)).initialise(0).to(device)
     trained, found = dict(model.named_parameters()), {}
@@ -283,7 +295,7 @@ def subspace_shares(sizes: Sizes) -> dict[str, list[float]]:
 
 
 def exchange_ranks(sizes: Sizes, world: World) -> None:
-    """Under torchrun: print one JSON line a verb and payload, with the ratios of World's time to all_reduce's."""
+    """Time exchanges under torchrun (item 3); rank 0 prints a JSON line with the ratios for each payload and verb."""
 
     def raw(x: torch.Tensor, verb: str) -> None:
         dist.all_reduce(x)
@@ -314,7 +326,7 @@ def exchange_ranks(sizes: Sizes, world: World) -> None:
 
 
 def elastic_rounds(sizes: Sizes, world: World) -> None:
-    """Under torchrun: print a JSON line with the ratios of item 7, and whether the parameters are equal."""
+    """Time rounds under torchrun (item 7); rank 0 prints a JSON line of the ratios and whether parameters are equal."""
     config, rounds = run_config("diloco_m2", scale=sizes.scale), 2 * sizes.blocks
     hosted = elastic_store("127.0.0.1:0", hosts=True) if world.rank == 0 else None
     port = world.tell(hosted.port if hosted else 0)[0]
@@ -356,7 +368,7 @@ def elastic_rounds(sizes: Sizes, world: World) -> None:
 
 
 def _plain_encode(x: torch.Tensor, codec: SmallFloat) -> torch.Tensor:
-    """Compute what `SmallFloat.encode` does for whole blocks of 4-bit codes, as one would write it down."""
+    """Return what `SmallFloat.encode` returns for whole blocks of 4-bit codes, by a plain PyTorch expression."""
     blocks = x.view(-1, CODEC_BLOCK)
     exponent = torch.floor(torch.log2(blocks.abs().amax(1, keepdim=True) / 1.5)) + 1  # 1.5 rounds up to 2
     magnitudes = codec.values[: codec.values.numel() // 2].to(x.device)
@@ -374,7 +386,10 @@ def _plain_decode(packed: torch.Tensor, numel: int, codec: SmallFloat) -> torch.
 
 
 def codec_speed(sizes: Sizes) -> dict[str, tuple[list[float], list[float]]]:
-    """{"encode" or "decode": (share of a copy's speed, plain seconds over ours)}, a value a call."""
+    """Return, for "encode" and for "decode", the two ratios of item 4, call by call.
+
+    They are the speed as a share of a memory copy's, and the seconds of plain PyTorch over ours.
+    """
     device = default_device()
     numel = sizes.codec_values[device.type != "cpu"]
     codec = make_codec("e3m0")
@@ -395,7 +410,10 @@ def codec_speed(sizes: Sizes) -> dict[str, tuple[list[float], list[float]]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run all benchmarks and print a table."""
+    """Run all benchmarks, print a table of them and return 0; see `--help`.
+
+    Under torchrun, run this rank's part of items 3 and 7 alone. argv: the command line, by default the process's own.
+    """
     parser = argparse.ArgumentParser(prog="python -m pipelines.bench", description=__doc__.split("\n")[0])
     parser.add_argument("--small", action="store_true", help="a few steps of small models, whose ratios say nothing")
     sizes = SMALL if parser.parse_args(argv).small else FULL

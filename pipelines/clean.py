@@ -1,10 +1,10 @@
 """Clean notebooks in place, always to the same bytes.
 
     python -m pipelines.clean            clean all of notebooks/
-    python -m pipelines.clean --check    say which are not clean, change nothing
+    python -m pipelines.clean --check    name those that are not clean, and change nothing
     python -m pipelines.clean --refresh  first run the notebooks that have checked cells, to renew their outputs
 
-Outputs go, except those of cells that begin with `# NBVAL_CHECK_OUTPUT`, whose exact integers nbval compares.
+Outputs are removed, except those of cells that begin with `# NBVAL_CHECK_OUTPUT`, whose exact integers nbval compares.
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ KEEP = "# NBVAL_CHECK_OUTPUT"
 
 
 def cleaned(text: str) -> str:
-    """The clean form of a notebook's JSON text."""
+    """Return the clean form of a notebook's JSON text.
+
+    Its metadata name the kernel and the language alone, its cells are numbered and keep their tags, and of outputs
+    only those that are checked are left.
+    """
     notebook = nbformat.reads(text, as_version=4)
     notebook.nbformat, notebook.nbformat_minor = 4, 5
     notebook.metadata = {
@@ -45,7 +49,7 @@ def cleaned(text: str) -> str:
 
 
 def refreshed(path: Path) -> str:
-    """A notebook's JSON text after running it at its defaults, if it has cells whose outputs are checked."""
+    """Return a notebook's JSON text, after running it at its defaults if it has cells whose outputs are checked."""
     notebook = nbformat.read(path, as_version=4)
     if any(c.source.startswith(KEEP) for c in notebook.cells if c.cell_type == "code"):
         NotebookClient(notebook, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}}).execute()
@@ -53,7 +57,10 @@ def refreshed(path: Path) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command line; exit status 1 if `--check` finds a notebook that is not clean."""
+    """Run the command line `argv`, by default the process's own, and return its exit status; see `--help`.
+
+    It is 1 where `--check` finds a notebook that is not clean.
+    """
     parser = argparse.ArgumentParser(prog="python -m pipelines.clean", description=__doc__.split("\n")[0])
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--refresh", action="store_true")

@@ -1,8 +1,8 @@
-"""The table of faults: what is done to runs, what is to come of it, and what did. Each row is a test.
+"""The table of faults: what is done to runs, what should come of it, and what did. Each row is a test.
 
     python -m pipelines.faults          run the tests that are marked `fault`, and write results/storm/faults.json
 
-A test says by `@pytest.mark.fault(injected, expected)` what it does and what it holds to account.
+A test says by `@pytest.mark.fault(injected, expected)` what it does to a run, and what it then checks.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from pipelines.storm import RESULTS
 
 
 class Seen:
-    """Keeps what reports say of the tests that are marked, a row for each, however many cases it has."""
+    """A pytest plugin that counts the outcomes of the marked tests: a row for each, however many cases it has."""
 
     def __init__(self) -> None:
         self.rows: dict[str, dict[str, Any]] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Take a report: of a case's call, or of its being skipped or failing before that."""
+        """Add the report of a marked test's case to its row: of its call, or of a skip or failure before or after."""
         fault = dict(report.user_properties).get("fault")
         if fault is None or (report.when != "call" and report.passed):
             return
@@ -41,12 +41,12 @@ class Seen:
 
 
 def rows(results: Path = RESULTS) -> list[dict[str, Any]]:
-    """Return the rows of the table as the tests last said."""
+    """Return the rows of the table as the last run of the tests has written them."""
     return json.loads((results / "faults.json").read_text())
 
 
 def main(results: Path = RESULTS) -> int:
-    """Run the tests, and write the table; returns pytest's status."""
+    """Run the marked tests, write the table to `faults.json` in `results`, and return pytest's exit status."""
     seen = Seen()
     status = pytest.main(["-q", "-m", "fault", "-n", "auto", "--rootdir", str(ROOT), str(ROOT / "tests")], [seen])
     results.mkdir(parents=True, exist_ok=True)

@@ -1,11 +1,11 @@
-"""`torchrun --standalone -m lowcomm.train`, on one machine, with ranks that start at once.
+"""Run `lowcomm.train` on one machine as `torchrun --standalone` does, with ranks that start at once.
 
     python -m pipelines.forked 8 noloco --all
 
 torchrun starts a Python for each rank, and each of them imports torch: three seconds of a core, so that 16 ranks on two
 cores begin after most of a minute. Here torch's elastic agent, which is what torchrun starts too, has them forked by a
-server that has imported all of it and has no threads. (The agent has, and what is forked while one of them holds a lock
-waits for it for ever.) Where there are GPUs it starts each rank anew.
+server that has imported all of it and has no threads. (The agent has some, and a process that is forked while one of
+them holds a lock waits for that lock for ever.) Where there are GPUs, each rank is a Python that is started anew.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ from pipelines.launch import process_context
 
 
 def _pass_on(number: int, _: Any) -> None:
-    """Tell the ranks, which write a checkpoint and return; the agent would wait in vain, and then kill them."""
+    """Pass the signal `number` on to the ranks, as SIGTERM: they write a checkpoint and return.
+
+    The agent would wait for them in vain, and then kill them. Without ranks, exit with status 128 + `number`.
+    """
     ranks = multiprocessing.active_children()
     for rank in ranks:
         os.kill(rank.pid, signal.SIGTERM)
@@ -32,7 +35,10 @@ def _pass_on(number: int, _: Any) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """The number of ranks, then what `lowcomm.train` takes; returns the exit status."""
+    """Train with as many ranks as the first word of `argv` says; the others are the command line of `lowcomm.train`.
+
+    Returns the exit status: 1 where a rank fails, 2 where the number of ranks is missing or is none.
+    """
     if not argv or not argv[0].isdecimal() or int(argv[0]) < 1:
         said = f"the number of ranks must come first, got {argv[0]!r}" if argv else "the number of ranks is missing"
         print(f"{said}\nusage: python -m pipelines.forked RANKS RUN [as python -m lowcomm.train]", file=sys.stderr)

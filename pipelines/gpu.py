@@ -1,27 +1,28 @@
-"""What a GPU has to show, in less than ten minutes a call and with nothing to install.
+"""Measure what a GPU has to show, in less than ten minutes per call and with nothing to install.
 
     make gpu-pack             where the ladder's corpus is: pack what the GPU's machine lacks into build/gpu (13 MB)
-    make gpu                  there, with that folder: every part that this GPU has not done, one after the other
-    python3 -m pipelines.gpu --parts points --minutes 9       some of them, in so much time
+    make gpu                  on that machine, with build/gpu: do every part that its GPU has not done, one by one
+    python3 -m pipelines.gpu --parts points --minutes 9       some parts, in so many minutes
     python3 -m pipelines.gpu --parts points --rungs 3.69M --rows diloco/m2,noloco/m4       points of some rungs and rows
 
-Parts, each of which adds its figures to results/gpu/<device>.json as soon as it is done. One that fails says so, and
-the others are done all the same:
+Each part adds its figures to results/gpu/<device>.json as soon as it is done. Where one fails, its error is printed,
+and the others are done all the same. The parts are
 
 codecs    the fused kernels give the CPU's bytes and values, bit for bit; their speed as a share of a memory copy's
-offload   outer state in the CPU's memory, copied on a stream of its own: the same losses, less memory, which time
-graph     passes of a small model launched kernel by kernel, and replayed as a graph: the same losses, in which time
-ranks     two replicas as threads, as processes that share this GPU, and NCCL where there is a GPU for each
-speed     training steps in fp32 and bf16, eager and compiled: tokens/s, and their share of the device's matrix products
-tuning    trials of the ladder, at those of the rungs asked for that are tuned themselves
-points    points of the ladder that two cores would take days for: of the rungs that plan.yaml has for a GPU, or of
-          those that are asked for, all rows that have been tuned
+offload   outer state in the CPU's memory, copied on a stream of its own: the same losses, the memory and the time
+graph     passes of a small model launched kernel by kernel, and replayed as a graph: the same losses, and the time
+ranks     two replicas as threads, as processes that share this GPU, and NCCL, with a single replica on a single GPU
+speed     training steps in fp32 and bf16, eager and compiled: tokens/s, and FLOP/s as a share of those of the device's
+          matrix products
+tuning    trials of the ladder, at those of the chosen rungs that are tuned themselves
+points    points of the ladder that two cores would take days for: by default of the rungs that plan.yaml has for a GPU,
+          and of all rows that have been tuned (and predicted, where a rung takes what was tuned at another)
 
-Several trials or points share the GPU, as a single one would leave it idle. What time leaves undone goes on from its
-checkpoint in the next call.
+Several trials or points share the GPU, as a single one would leave it idle. What is not finished when time is up goes
+on from its checkpoint in the next call.
 
-It wants Python 3.11, torch 2.9 and numpy, pandas, PyYAML, tqdm and safetensors, all or later; no tokenizer and no data
-library. Without a GPU it runs on the CPU, at the sizes of --small, which is how it is tested.
+It needs Python 3.11, torch 2.9, numpy, pandas, PyYAML, tqdm and safetensors, these or later versions, but no tokenizer
+and no data library. Without a GPU it runs on the CPU, at the sizes of --small, which is how it is tested.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ from pipelines.probes import SCALE
 from pipelines.project import BUILD, ROOT
 from pipelines.timing import in_turns, wait
 
-#: What travels, and where results are kept.
+#: The archive that travels to the GPU's machine, and the folder in which results are kept.
 PACKED, RESULTS = BUILD / "gpu" / "ladder.tar.xz", ROOT / "results" / "gpu"
 
 
@@ -92,8 +93,8 @@ class Sizes:
         product: the rows and columns of these matrices, whose product says how fast the device is.
         rung: the rung of the ladder whose model the parts offload and ranks train. steps: for how many steps.
         small: the rung whose model the part graph trains. small_steps: for how many steps.
-        speeds: what the speed of training is measured of. speed_steps: in how many steps. batch, seq_len: the
-            sequences of a step, and their tokens.
+        speeds: the models of the part speed. speed_steps: for how many steps each is trained. batch, seq_len: the
+            number of sequences of such a step, and of the tokens of a sequence.
     """
 
     values: int
@@ -143,7 +144,7 @@ SMALL = Sizes(
     seq_len=32,
 )
 
-#: Settings of runs of few steps, at a rate that suits all sizes.
+#: Settings of the short runs: a learning rate that suits all sizes, and no evaluation before the end.
 SHORT = {"lr": 0.001, "warmup_steps": 1, "eval_every": 0}
 #: Seconds that are kept for writing the checkpoints of points when time is up.
 STOPPING_S = 30
@@ -155,18 +156,19 @@ CODECS = ("e3m0", "e2m1", "e4m3", "e5m2")
 class Bench:
     """Everything that a part is given to work with.
 
-    It holds the sizes, the ladder, the rungs and rows to tune or train (with no rows named, all rows of a rung are
-    meant), and the moment at which time is up.
+    It holds the sizes, the ladder, the rungs and rows to tune or train (where no rows are named, all rows of a rung
+    are meant), and the moment at which time is up.
     """
 
     sizes: Sizes
     ladder: Ladder
     rungs: Sequence[str]
     rows: Sequence[str]
-    until: float  # of time.monotonic
+    until: float  # in seconds of time.monotonic
 
     @property
     def device(self) -> torch.device:
+        """The device that is measured: a GPU where there is one, else the CPU."""
         return default_device()
 
     @property
@@ -175,7 +177,10 @@ class Bench:
         return self.ladder.project.data_dir(next(iter(self.ladder.params["corpora"])), self.sizes.rung)
 
     def run(self, name: str, *, rung: str = "", **override: Any) -> RunConfig:
-        """Return a run of the ladder ("diloco/m2") at this size, or a rung's, and length; sections are overridden."""
+        """Return the configuration of a run of the ladder ("diloco/m2"), made short (`sizes.steps`, `SHORT`).
+
+        rung: the scale of its model and batch, by default `sizes.rung`. override: sections, as in `Project.run_config`.
+        """
         run, _, variant = name.partition("/")
         train = {"steps": self.sizes.steps, **SHORT} | override.pop("train", {})
         scale = rung or self.sizes.rung
@@ -183,7 +188,10 @@ class Bench:
 
 
 def codecs(bench: Bench) -> dict[str, Any]:
-    """Compare the codecs of this device with the CPU's, and time them beside a copy of the same fp32 values."""
+    """Compare the codecs on this device with those on the CPU, and time them beside a copy of the same fp32 values.
+
+    Returns, by codec, whether bytes and values are equal bit for bit, and the median speeds as shares of the copy's.
+    """
     found: dict[str, Any] = {}
     draw = torch.Generator().manual_seed(0)
     wide = torch.randn(100_003, generator=draw) * 10 ** (torch.rand(100_003, generator=draw) * 60 - 30)
@@ -210,7 +218,7 @@ def codecs(bench: Bench) -> dict[str, Any]:
 
 
 def offload(bench: Bench) -> dict[str, Any]:
-    """Train Streaming DiLoCo with its outer state on the device, and in the CPU's memory."""
+    """Train Streaming DiLoCo with its outer state on the device and in the CPU's memory, and return what both took."""
     found = {}
     for name, offloaded in (("on the device", False), ("offloaded", True)):
         period = max(2, bench.sizes.steps // 3)
@@ -221,9 +229,9 @@ def offload(bench: Bench) -> dict[str, Any]:
 
 
 def graph(bench: Bench) -> dict[str, Any]:
-    """Train a small model, two replicas in threads, its passes launched kernel by kernel and as a CUDA graph.
+    """Train two replicas of a small model in threads, its passes launched kernel by kernel and as a CUDA graph.
 
-    On a GPU also compiled, which rounds in another order and so has a loss of its own.
+    On a GPU they are trained compiled too, which rounds in another order and so has a loss of its own.
     """
 
     def trained(**train: Any) -> dict[str, Any]:
@@ -237,12 +245,15 @@ def graph(bench: Bench) -> dict[str, Any]:
 
 
 def _compared(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return runs by name, and whether all have the same loss, bit for bit."""
+    """Return `found`, runs by name, with "bit_equal": whether all have the same validation loss, bit for bit."""
     return found | {"bit_equal": len({run["val_loss"] for run in found.values()}) == 1}
 
 
 def _trained(bench: Bench, config: RunConfig, *, memory: bool = False) -> dict[str, Any]:
-    """Train a run in threads; return its loss, the median seconds of a step and, if asked, its peak of memory."""
+    """Train a run in threads; return its validation loss, the seconds until its first step ended, and those per step.
+
+    The latter are a median, without the first quarter of the steps. memory: whether to return peak memory, in bytes.
+    """
     marks: list[float] = []
 
     def mark(trainer: Trainer, row: dict[str, Any]) -> None:
@@ -264,7 +275,10 @@ def _trained(bench: Bench, config: RunConfig, *, memory: bool = False) -> dict[s
 
 
 def ranks(bench: Bench) -> dict[str, Any]:
-    """Train two replicas of DiLoCo as threads and as processes, and as many with NCCL as there are GPUs."""
+    """Train two replicas of DiLoCo as threads and as processes, and with NCCL a replica for each GPU, at most two.
+
+    Without a GPU, NCCL is left out. The losses of threads and processes are compared, bit for bit.
+    """
     words = {"train": {"compile": False}, "method": {"sync_every_steps": 2}}
     found = {"threads": _trained(bench, bench.run("diloco/m2", **words))}
     found["processes"] = _under_torchrun(bench, "diloco", "m2", 2)
@@ -275,7 +289,10 @@ def ranks(bench: Bench) -> dict[str, Any]:
 
 
 def _under_torchrun(bench: Bench, run: str, variant: str, count: int, backend: str = "gloo") -> dict[str, Any]:
-    """Train a run of the ladder with a process for each rank, as `ranks` does with threads."""
+    """Train a run of the ladder with a process for each rank; return the ranks, the validation loss and the seconds.
+
+    Raises RuntimeError, with the last line that it has written, where it fails.
+    """
     with tempfile.TemporaryDirectory() as out:
         command = torchrun_command(count, "lowcomm.train", run, "--variant", variant, "--scale", bench.sizes.rung)
         command += ["--project", str(bench.ladder.folder), "--data", str(bench.data), "--out", f"{out}/run"]
@@ -293,7 +310,10 @@ def _under_torchrun(bench: Bench, run: str, variant: str, count: int, backend: s
 
 
 def speed(bench: Bench) -> dict[str, Any]:
-    """Time training steps of models of several sizes, in fp32 and bf16, eager and compiled."""
+    """Time training steps of models of several sizes, in fp32 and bf16, eager and compiled.
+
+    Returns the FLOP/s of bf16 matrix products, and for each model the tokens/s and its FLOP/s as a share of those.
+    """
     n, device = bench.sizes.product, bench.device
     a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
     seconds = statistics.median(taken for (taken,) in in_turns([lambda: a @ b], bench.sizes.calls, device))
@@ -317,9 +337,10 @@ def speed(bench: Bench) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def shared_gpu() -> Iterator[None]:
-    """Let processes that are started inside run kernels at once (NVIDIA's multi-process service), where that is there.
+    """Let processes that are started in this context run kernels at once, by NVIDIA's multi-process service.
 
-    Otherwise they take turns on the whole GPU, of which a kernel of a small model fills a few multiprocessors.
+    Where the service is missing or does not start, they take turns on the whole GPU, of which a kernel of a small model
+    fills a few multiprocessors.
     """
     places = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
     with contextlib.ExitStack() as stack:
@@ -334,7 +355,10 @@ def shared_gpu() -> Iterator[None]:
 
 
 def _told(command: list[str], word: str = "") -> bool:
-    """Tell NVIDIA's multi-process service something; return whether it has heard, and say so where it has not."""
+    """Run a command of NVIDIA's multi-process service with `word` as its input; tell whether it has succeeded.
+
+    Where it has not, the error is printed.
+    """
     try:
         subprocess.run(command, input=word, text=True, check=True, capture_output=True, timeout=STOPPING_S)
     except (OSError, subprocess.SubprocessError) as error:
@@ -344,11 +368,14 @@ def _told(command: list[str], word: str = "") -> bool:
 
 
 class TimeUp(Stopped):
-    """Time was up before all was done; the next call goes on with what is left."""
+    """Raised where time is up before all is done; the next call goes on with what is left."""
 
 
 def _while_there_is_time(bench: Bench, work: Callable[[Workers], None]) -> None:
-    """Let workers do some work until time is up; what they have done is kept as all of the ladder's is."""
+    """Let workers do some work until `STOPPING_S` seconds before time is up; what they have done is kept.
+
+    Where less time than that is left, nothing is done.
+    """
     left = bench.until - time.monotonic() - STOPPING_S
 
     def ring(*_: object) -> None:
@@ -368,7 +395,10 @@ def _while_there_is_time(bench: Bench, work: Callable[[Workers], None]) -> None:
 
 
 def tuning(bench: Bench) -> dict[str, Any]:
-    """Tune rows of the ladder until time is up, at those of the rungs that are tuned themselves."""
+    """Tune rows of the ladder until time is up, at those of the bench's rungs that are tuned themselves.
+
+    Returns, by rung, how many trials there are, those of earlier calls included.
+    """
     ladder = bench.ladder
     rungs = [rung for rung in bench.rungs if ladder.plan.rungs[rung].tuned_at == rung]
 
@@ -383,7 +413,10 @@ def tuning(bench: Bench) -> dict[str, Any]:
 
 
 def points(bench: Bench) -> dict[str, Any]:
-    """Train points of the ladder until time is up, rung after rung; rows that are not tuned or predicted are named."""
+    """Train points of the ladder until time is up, rung after rung; return, by rung, how many are done of how many.
+
+    Where no rows are named, those that are not tuned yet, or not predicted, are left out and printed.
+    """
     ladder, rows = bench.ladder, {}
     for rung in bench.rungs:
         there, tuned = ladder.plan.rungs[rung].rows, ladder.read_tuned(ladder.plan.rungs[rung].tuned_at)
@@ -462,9 +495,9 @@ def _shown_trials(found: dict[str, Any]) -> list[str]:
 class Part:
     """A part of what a GPU has to show.
 
-    `measure` does it and returns what it found, `about` is what the page says below the part's heading, and `show`
-    turns what was found into lines of the page. A part that `goes_on` goes on where the last call has stopped, so that
-    it is called again though it has been done.
+    `measure` does it and returns what it has found, `about` is what the page says below the part's heading, and `show`
+    turns what was found into lines of the page. A part that `goes_on` goes on where the last call has stopped, so it is
+    called again even if it has been done.
     """
 
     measure: Callable[[Bench], dict[str, Any]]
@@ -518,7 +551,10 @@ PARTS = {
 
 
 def pack(ladder: Ladder, packed: Path) -> None:
-    """Pack the ladder's shards and probes, without which no point can be trained. Raises ConfigError without them."""
+    """Pack the ladder's shards and probes, without which no point can be trained, into the archive `packed`.
+
+    Raises ConfigError where one of their folders is missing.
+    """
     scales = SCALE, ladder.first_rung
     folders = [ladder.project.data_dir(corpus, s) for corpus in ladder.params["corpora"] for s in scales]
     for folder in (folders := [ladder.build / "probes", *folders]):
@@ -532,7 +568,11 @@ def pack(ladder: Ladder, packed: Path) -> None:
 
 
 def unpack(ladder: Ladder, packed: Path) -> None:
-    """Bring what was packed where the ladder looks for it, where that is not there yet."""
+    """Unpack the archive `packed` into the ladder's build folder, where its probes are not there yet.
+
+    All rungs are linked to the shards. Raises ConfigError where the archive is needed and missing, and where the rungs'
+    settings of data differ.
+    """
     if not (ladder.build / "probes").exists():
         if not packed.exists():
             raise ConfigError(f"{packed} is missing: `make gpu-pack` makes it, where the ladder has been prepared")
@@ -542,13 +582,13 @@ def unpack(ladder: Ladder, packed: Path) -> None:
 
 
 def device_name() -> str:
-    """Return what computes here."""
+    """Return the name of the GPU that computes here, or the machine's type ("x86_64") where there is none."""
     device = default_device()
     return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
 
 
 def page(results: Path) -> str:
-    """Return the page of all devices that have been measured."""
+    """Return the page of all devices whose figures are in the folder `results`, as Markdown."""
     parts = ["# On GPUs", "", "Generated by `python -m pipelines.gpu page` from what `make gpu` has measured.", ""]
     for file in sorted(results.glob("*.json")):
         told = json.loads(file.read_text())
@@ -566,7 +606,11 @@ def page(results: Path) -> str:
 
 
 def main(argv: list[str] | None = None, ladder: Ladder = LADDER, packed: Path = PACKED, results: Path = RESULTS) -> int:
-    """Command line; see `--help`."""
+    """Run the command line `argv`, by default the process's own, and return its exit status; see `--help`.
+
+    It is 1 where a part fails, and where a ConfigError or a signal ends all of it. ladder, packed, results: by default
+    this project's.
+    """
     parser = argparse.ArgumentParser(prog="python -m pipelines.gpu", description=__doc__.split("\n")[0])
     parser.add_argument("what", nargs="?", choices=("run", "pack", "page"), default="run")
     parser.add_argument("--parts", default=",".join(PARTS), help="some of %(default)s")
@@ -592,6 +636,7 @@ def main(argv: list[str] | None = None, ladder: Ladder = LADDER, packed: Path = 
         elif args.what == "pack":
             pack(ladder, packed)
         if args.what != "pack":
+            results.mkdir(parents=True, exist_ok=True)
             (results / "README.md").write_text(page(results))
     except (ConfigError, Stopped) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
@@ -600,9 +645,9 @@ def main(argv: list[str] | None = None, ladder: Ladder = LADDER, packed: Path = 
 
 
 def _run(asked: list[str], bench: Bench, results: Path, redo: bool) -> bool:
-    """Run parts that this device has not done, and keep what each found at once; some go on in any case.
+    """Run the parts `asked` that this device has not done, or that go on, and write at once what each has found.
 
-    Returns whether one of them has failed.
+    redo: whether to run those that it has done, too. Returns whether one of them has failed.
     """
     failed = False
     file = results / f"{device_name().replace(' ', '-')}.json"

@@ -1,11 +1,12 @@
-"""Time to a target loss under three kills: what a method pays for a worker that dies.
+"""Measure the time to a target loss under three kills: what a method pays for a worker that dies.
 
-    python -m pipelines.kills measure       all methods that results/storm/kills/ has not yet
-    python -m pipelines.kills list          what is there
+    python -m pipelines.kills measure       measure all methods that results/storm/kills/ does not have yet
+    python -m pipelines.kills list          print what is there
 
 Each method trains twice on four workers: undisturbed, and with a SIGKILL to one of them at a quarter, a half and three
-quarters of the time that it took undisturbed; `REPLACED_S` later another takes its place. The target is the validation
-loss that the undisturbed run had after `SHARE` of its steps.
+quarters of the time that the undisturbed run took to the target; `REPLACED_S` seconds after each another takes its
+place. The target is the lowest validation loss of the undisturbed run up to the first evaluation after `SHARE` of its
+steps.
 
     data_parallel    ends with its worker: all are started again when there is another, from the last checkpoint
     others           go on with three (`lowcomm train --store --slot`), and the fourth comes back to where they are
@@ -38,12 +39,12 @@ from pipelines.storm import SETTINGS, Fault, Replicas, corpus, endure, training
 
 RESULTS = STORM / "kills"
 WORKERS, SHARE, REPLACED_S = 4, 0.75, 10.0
-#: The worker that each kill hits, and when: in the time that the undisturbed run took.
+#: The worker that each kill hits, and when: as a share of the time that the undisturbed run took to the target.
 KILLS = ((3, 0.25), (1, 0.5), (0, 0.75))
-#: Steps that take four minutes on two cores; a checkpoint every ten seconds.
+#: The steps of a run, which take four minutes on two cores, and those between checkpoints, which take ten seconds.
 STEPS, CHECKPOINT_EVERY = 6000, 250
 _LOCAL = {"method.sync_every_steps": 40, "checkpoint.every_steps": CHECKPOINT_EVERY}
-#: Runs of params.yaml, and what each is besides what all are.
+#: By method: its run of params.yaml in words of the command line, and the settings that it has beside those of all.
 METHODS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "data_parallel": (("data_parallel",), {"checkpoint.every_steps": CHECKPOINT_EVERY}),
     "diloco": (("diloco_m2",), _LOCAL),
@@ -65,16 +66,16 @@ METHODS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 
 
 class Here:
-    """Starts commands on this machine, as a testbed does on its nodes."""
+    """What starts the processes of `Replicas` on this machine, in place of a testbed with its nodes."""
 
     @staticmethod
     def start(node: int, words: list[str], *, environment: Mapping[str, str], **popen: Any) -> subprocess.Popen:
-        """Start a command; all nodes are this machine."""
+        """Start a command with this environment and return its process; all nodes are this machine."""
         return subprocess.Popen(words, env=dict(environment), **popen)
 
 
 class DataParallel:
-    """The processes of a data-parallel run under torchrun."""
+    """The processes of a data-parallel run under torchrun, which `storm.endure` disturbs as it does `Replicas`."""
 
     def __init__(self, settings: Mapping[str, Any], data: Path, out: Path):
         words = training(METHODS["data_parallel"][0], settings, replicas=WORKERS, data=data, out=out)
@@ -89,7 +90,10 @@ class DataParallel:
             return subprocess.Popen(self._command, env=told, stdout=log, stderr=subprocess.STDOUT)
 
     def suffer(self, fault: Fault) -> bool:
-        """Kill a rank, let the job end, and start it again; False where it is over."""
+        """Kill the rank `fault.slot`, let the job end, and start it again; return False where it had ended before.
+
+        It is started `fault.seconds` after the kill, or when it has ended, if that takes longer.
+        """
         if self._agent.poll() is not None:
             return False
         self._is_ill = True
@@ -107,17 +111,17 @@ class DataParallel:
         return True
 
     def check(self) -> None:
-        """Raise RuntimeError, with what it said, where the job has failed by itself."""
+        """Raise RuntimeError, with the end of its log, where the job has failed by itself."""
         if not self._is_ill and self._agent.poll() not in (None, 0):
             raise RuntimeError(f"data-parallel training has ended: {self._log.read_text()[-1000:]}")
 
     @property
     def are_training(self) -> bool:
-        """Tell whether the job has not come to its end yet."""
+        """Tell whether the job is running, or is about to be started again."""
         return self._is_ill or self._agent.poll() is None
 
     def stop(self) -> None:
-        """Kill what is left of it."""
+        """Kill the processes of the job that still run."""
         if self._agent.poll() is None:
             for process in [*psutil.Process(self._agent.pid).children(recursive=True), self._agent]:
                 with contextlib.suppress(psutil.Error):
@@ -127,7 +131,10 @@ class DataParallel:
 
 @contextlib.contextmanager
 def workers(method: str, steps: int, data: Path, out: Path, settings: Mapping[str, Any]) -> Iterator[Any]:
-    """Start the workers of a method, which end with the context."""
+    """Start the workers of a method, as a `DataParallel` job or as `Replicas`; they are killed when the context ends.
+
+    settings: those of all methods, which those of the method override.
+    """
     run, own = METHODS[method]
     told = dict(settings) | own | {"train.steps": steps, "train.global_batch": 8 * WORKERS}
     if method == "data_parallel":
@@ -148,7 +155,11 @@ def workers(method: str, steps: int, data: Path, out: Path, settings: Mapping[st
 
 
 class Curve:
-    """Validation losses as they are written down, each with when it was seen."""
+    """The validation losses of a run that is under way, each with the time at which it was seen.
+
+    out: the run's folder. every: its `train.eval_every`. Attributes: `begin`, from which seconds count, by
+    time.monotonic; `last`, the last step that a worker has written down, from 1 (0: none has).
+    """
 
     def __init__(self, out: Path, every: int):
         self._out, self._every, self.begin, self.last = out, every, time.monotonic(), 0
@@ -156,7 +167,7 @@ class Curve:
         self._seen: dict[tuple[Path, int], tuple[float, float]] = {}
 
     def look(self) -> int:
-        """Read on; returns the last step that anybody has trained."""
+        """Read what the files of metrics have gained, and return `last`."""
         for file in self._out.rglob("metrics/rank-*.jsonl"):
             for row in self._tails.setdefault(file, Tail(file)).rows():
                 self.last = max(self.last, row["step"])
@@ -166,9 +177,10 @@ class Curve:
         return self.last
 
     def points(self) -> list[list[float]]:
-        """Return [step, seconds, loss]: of several replicas' losses the mean, when the last of them was there.
+        """Return [step, seconds, loss] for each evaluation: the mean loss of the replicas, when the last was seen.
 
-        Replicas evaluate at the first of their steps from a multiple of `train.eval_every` on; that is the step here.
+        Replicas evaluate at the first of their steps from a multiple of `train.eval_every` on; the multiple is the step
+        here.
         """
         steps: dict[int, list[tuple[float, float]]] = {}
         for (_, step), found in self._seen.items():
@@ -179,7 +191,10 @@ class Curve:
 def train(
     method: str, steps: int, data: Path, work: Path, settings: Mapping[str, Any], kills: list[Fault]
 ) -> dict[str, Any]:
-    """Train a method to its end while workers are killed; seconds count from its first step."""
+    """Train a method to its end while workers are killed; return the faults, the `Curve.points` and the seconds.
+
+    Seconds count from when its first metrics are seen. work: a folder that is made.
+    """
     work.mkdir()
     with workers(method, steps, data, work / "run", settings) as some:
         curve = Curve(work / "run", settings["train.eval_every"])
@@ -192,12 +207,12 @@ def train(
 
 
 def time_to(curve: list[list[float]], target: float) -> float:
-    """Return the seconds after which a loss was at a target or below; infinity where it never was."""
+    """Return the seconds after which a loss of a curve was at the target or below; infinity where it never was."""
     return min((at for _, at, loss in curve if loss <= target), default=float("inf"))
 
 
 def point(method: str, data: Path, work: Path, *, steps: int = STEPS, settings: Mapping[str, Any] = SETTINGS) -> dict:
-    """Measure a method: undisturbed, and under three kills."""
+    """Train a method undisturbed and under the three `KILLS`, and return its point: both times and both curves."""
     calm = train(method, steps, data, work / "calm", settings, [])
     reached = next(row for row in calm["curve"] if row[0] >= SHARE * steps)
     target = min(loss for step, _, loss in calm["curve"] if step <= reached[0])
@@ -220,7 +235,7 @@ def point(method: str, data: Path, work: Path, *, steps: int = STEPS, settings: 
 
 
 def told(p: dict[str, Any]) -> str:
-    """Return what a point says, in a line."""
+    """Return the result of a point as a line of text."""
     return (
         f"{p['method']:14} to {p['target']:.4f}: {p['calm_s']:6.1f} s undisturbed, {p['killed_s']:6.1f} s under"
         f" {len(p['killed']['faults'])} kills: {p['killed_s'] / p['calm_s']:.2f} times"
@@ -228,9 +243,9 @@ def told(p: dict[str, Any]) -> str:
 
 
 def clock_apart(p: dict[str, Any]) -> float:
-    """Return by which share a point's two runs, which do the same until the first kill, are apart by the clock there.
+    """Return by which share a point's second run is later than its first at their last evaluation before any kill.
 
-    It is that of their last evaluation before it; NaN where there is none.
+    Until then both do the same. It is NaN where there is no such evaluation.
     """
     calm = {step: at for step, at, _ in p["calm"]["curve"]}
     first = min(fault["at"] for fault in p["killed"]["faults"])
@@ -239,13 +254,16 @@ def clock_apart(p: dict[str, Any]) -> float:
 
 
 def points(results: Path = RESULTS) -> list[dict[str, Any]]:
-    """Return what has been measured, in the order of `METHODS`."""
+    """Return the points that have been measured, in the order of `METHODS`."""
     files = [results / f"{method}.json" for method in METHODS]
     return [json.loads(file.read_text()) for file in files if file.exists()]
 
 
 def measure(results: Path = RESULTS, report: Callable[[str], None] = print) -> None:
-    """Measure all methods that are not there yet."""
+    """Measure all methods that `results` does not have yet, and write each to its file as soon as it is done.
+
+    report: called with the line of each.
+    """
     with tempfile.TemporaryDirectory() as folder:
         data = corpus(Path(folder) / "data")
         for method in METHODS:
@@ -258,7 +276,7 @@ def measure(results: Path = RESULTS, report: Callable[[str], None] = print) -> N
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command line; see the module's docstring."""
+    """Run the command line `argv`, by default the process's own, and return 0; see the module's docstring."""
     parser = argparse.ArgumentParser(prog="python -m pipelines.kills", description=__doc__.split("\n")[0])
     parser.add_argument("what", choices=("measure", "list"))
     if parser.parse_args(argv).what == "list":

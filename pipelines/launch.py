@@ -1,10 +1,10 @@
 """Start a training run from a notebook or a script, watch it live, and fail when it fails.
 
-`launch` runs `pipelines.forked` (torchrun's agent) as a child, shows a progress bar with the loss as a line while
-it trains, and raises with the tail of the log if any rank fails. If the launcher dies, the ranks
-notice, write a checkpoint and stop. `launch_all` trains a sweep, as many runs side by side as there are cores for.
-Pipelines, and runs of more ranks than there are cores, have a core each and a thread for each rank: to the same bits in
-half to two thirds of the time that processes take, which would wait for each other.
+`launch` runs `pipelines.forked` (torchrun's agent) as a child, shows a progress bar and the loss while it trains, and
+raises LaunchError with the tail of the log if any rank fails. If the launcher dies, the ranks notice, write a
+checkpoint and stop. `launch_all` trains a sweep, as many runs side by side as there are cores for. Pipelines, and runs
+of more ranks than there are cores, have a core each and a thread for each rank: they come to the same bits in half to
+two thirds of the time that processes take, which would wait for each other.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(2**31 - 1), "MALLOC_MMAP_THRESHOLD_
 
 @contextlib.contextmanager
 def environment(wanted: Mapping[str, str]) -> Iterator[None]:
-    """Set variables of this process' environment, which children that it starts inherit; put them back at the end."""
+    """Set environment variables of this process, which children inherit, until the context ends; then restore them."""
     before = {name: os.environ.get(name) for name in wanted}
     os.environ |= wanted
     try:
@@ -61,10 +61,10 @@ def environment(wanted: Mapping[str, str]) -> Iterator[None]:
 
 
 def process_context(*modules: str) -> BaseContext:
-    """Return how processes of Python start: forked by a server that has imported these modules, or anew with GPUs.
+    """Return the multiprocessing context whose processes are forked by a server that has imported these modules.
 
-    torch is seconds of a core to import. The server is started by the first call, with the environment that there is
-    then, and is the same for the whole process.
+    To import torch takes seconds of a core. The server is started by the first call, with the environment that there is
+    then, and is the same for the whole process. Where there are GPUs, processes are started anew instead.
     """
     if shutil.which("nvidia-smi"):
         return multiprocessing.get_context("spawn")
@@ -74,17 +74,20 @@ def process_context(*modules: str) -> BaseContext:
 
 
 def torchrun_command(ranks: int, module: str, *words: str) -> list[str]:
-    """Return the command that runs a module under torchrun, a process of this machine for each rank."""
+    """Return the command that runs a module, with `words`, under torchrun: on this machine, a process for each rank."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return [*torchrun, "-m", module, *words]
 
 
 class LaunchError(RuntimeError):
-    """The run failed; the message holds the tail of its log."""
+    """Raised where a run fails, with the tail of its log, and where jobs or their folders do not allow it to begin."""
 
 
 def curve_svg(losses: list[tuple[int, float]], steps: int, width: int = 480, height: int = 90) -> str:
-    """The loss so far as a small inline picture."""
+    """Return the losses so far, (step, loss) of a run of `steps`, as a small inline SVG; "" for fewer than two.
+
+    width, height: in pixels.
+    """
     if len(losses) < 2:
         return ""
     low, high = min(v for _, v in losses), max(v for _, v in losses)
@@ -97,7 +100,7 @@ def curve_svg(losses: list[tuple[int, float]], steps: int, width: int = 480, hei
 
 
 class _Live:
-    """Progress of one run: a bar and a curve in a notebook, a bar with the loss in a terminal."""
+    """The display of a run's progress: a bar and a curve in a notebook, a bar with the loss in a terminal."""
 
     def __init__(self, title: str, steps: int):
         self.title, self.steps = title, steps
@@ -137,12 +140,16 @@ class _Live:
 
 
 class Tail:
-    """New whole lines of a growing JSON-lines file."""
+    """A reader of a growing JSON-lines file, which takes each line as soon as it is whole."""
 
     def __init__(self, path: Path):
         self.path, self._at = path, 0
 
     def rows(self) -> list[dict[str, Any]]:
+        """Return the rows that the file has gained since the last call.
+
+        Where it is missing, or shorter than what was read of it, there are none, and the next call begins anew.
+        """
         if not self.path.exists() or self.path.stat().st_size < self._at:
             self._at = 0
             return []
@@ -155,7 +162,7 @@ class Tail:
 
 
 def _told(lines: list[str]) -> str:
-    """The end of what the ranks wrote, without torchrun's own account of their deaths."""
+    """Return the last 30 lines that the ranks wrote, without torchrun's own account of their deaths."""
     ends = (i for i, line in enumerate(lines) if "torch/distributed/elastic" in line and "failed (exitcode" in line)
     ranks = [line for line in lines[: next(ends, None)] if "torch/distributed/run.py" not in line]
     return "\n".join((ranks or lines)[-30:])
@@ -163,7 +170,7 @@ def _told(lines: list[str]) -> str:
 
 @dataclass(frozen=True)
 class Job:
-    """A run to train: its configuration, its folder, its corpus, and the settings that it overrides."""
+    """A run to train: its configuration, its folder, its corpus, and the settings that it overrides, "key=value"."""
 
     config: RunConfig
     folder: RunFolder
@@ -172,7 +179,7 @@ class Job:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings, as they stand in a summary."""
+        """The settings of the run, as they stand in a summary."""
         return self.config.to_dict()
 
     @property
@@ -202,7 +209,8 @@ def make_job(
     Args:
         run, variant, seed, scale: as in `Project.run_config`.
         settings: overrides like "train.steps=60".
-        out, times, data: folders; by default the run's own under build/.
+        out, times, data: the folders of the run, of what depends on the machine, and of the corpus; by default the
+            run's own under build/.
 
     Raises ConfigError for bad settings.
     """
@@ -216,7 +224,7 @@ def make_job(
 class _Part:
     """Jobs that one process, or one `pipelines.forked`, trains in turn.
 
-    ranks: processes of each job; 0 where its ranks are threads.
+    ranks: the number of processes for each job; 0 where its ranks are threads.
     """
 
     jobs: list[Job]
@@ -236,7 +244,7 @@ class _Part:
             return subprocess.Popen(command, env=environment, start_new_session=True, **streams)
 
     def check(self, returncode: int) -> None:
-        """Raise LaunchError if it failed, or ended before all was trained."""
+        """Raise LaunchError where the process failed, or ended before all of its jobs were trained."""
         missing = [job.config.title for job in self.jobs if not job.folder.summary.exists()]
         if returncode or missing:
             told = _told(self.log_path.read_text().splitlines())
@@ -246,7 +254,10 @@ class _Part:
 
 
 def _train(parts: list[_Part]) -> None:
-    """Train all parts side by side; where one fails, the others write their checkpoints and stop."""
+    """Train all parts side by side, and show the progress of one job at a time.
+
+    Where a part fails, the others write their checkpoints and stop. Raises LaunchError for it.
+    """
     children, live = [], None
     try:
         for number, part in enumerate(parts):
@@ -283,7 +294,7 @@ def _failed(children: list[subprocess.Popen]) -> list[subprocess.Popen]:
 
 
 def _stop(children: list[subprocess.Popen]) -> None:
-    """Let the ranks write their checkpoints; end those that take too long."""
+    """Tell processes to stop, so that their ranks write checkpoints; kill those that take too long."""
     for child in children:
         child.send_signal(signal.SIGTERM)
     for child in children:
@@ -299,10 +310,10 @@ def cores() -> int:
 
 
 def keep_to_core(pid: int, number: int) -> None:
-    """Let a process that has just begun run on one of the cores that this one may use, the last followed by the first.
+    """Keep a process that has just begun to one of the cores that this one may use: the `number`-th, from 0.
 
-    Threads that wake each other at every message do so on one core for less than half the price of two. Where the
-    system has no such choice, nothing is done.
+    The first follows the last. pid: 0 for this process. Threads that wake each other at every message do so on one core
+    for less than half the price of two. Where the system has no such choice, or the process has ended, nothing is done.
     """
     if hasattr(os, "sched_setaffinity"):
         available = sorted(os.sched_getaffinity(0))
@@ -317,7 +328,7 @@ def _keep_to_next_core(taken: Synchronized) -> None:
 
 
 def pool_of_cores() -> ProcessPoolExecutor:
-    """Return a pool of processes that are started anew, one for each core, to which it keeps."""
+    """Return a pool of processes that are started anew: one for each core, to which the process keeps."""
     context = multiprocessing.get_context("spawn")
     taken = context.Value("i", 0)
     return ProcessPoolExecutor(cores(), mp_context=context, initializer=_keep_to_next_core, initargs=(taken,))
@@ -329,7 +340,7 @@ def _work(job: Job) -> int:
 
 
 def _dealt(jobs: list[Job], sides: int) -> list[list[Job]]:
-    """Deal jobs to sides of about equal work: the longest first, each to the side that has least."""
+    """Deal jobs out to so many lists of about equal work: the longest first, each to the list that has the least."""
     dealt: list[list[Job]] = [[] for _ in range(sides)]
     for job in sorted(jobs, key=_work, reverse=True):
         min(dealt, key=lambda side: sum(map(_work, side))).append(job)
@@ -337,11 +348,11 @@ def _dealt(jobs: list[Job], sides: int) -> list[list[Job]]:
 
 
 def _side_by_side(jobs: list[Job]) -> list[tuple[int, list[list[Job]]]]:
-    """Share jobs out to what is trained one after the other, and within it to what is trained side by side.
+    """Divide jobs into shares, which are trained one after the other, and each share into sides, trained side by side.
 
-    Returns (processes of each job, 0 where its ranks are threads; the jobs of each side). Threads have a core for each
-    job: what would leave a core idle is trained as processes. Where there are GPUs, one job after the other has them
-    all.
+    Returns, for each share, the number of processes for each job (0 where its ranks are threads), and the jobs of each
+    side, which are trained in turn. A job in threads has one core: those that would leave a core idle are trained as
+    processes. Where there are GPUs, one job after the other has them all.
     """
     gpus, available, shares = shutil.which("nvidia-smi"), cores(), []
     waiting = [job for job in jobs if not gpus and (job.config.stages > 1 or job.config.ranks > available)]
@@ -353,7 +364,10 @@ def _side_by_side(jobs: list[Job]) -> list[tuple[int, list[list[Job]]]]:
 
 
 def _clear(job: Job, source: str, *, keep: bool) -> None:
-    """Make a run's folder ready; `keep` what the same source (a digest) left there."""
+    """Remove what an earlier run left in a job's folder, unless `keep` is true and code of digest `source` has made it.
+
+    Raises ConfigError where nothing says of which run it is, and LaunchError where there are files of no run.
+    """
     job.folder.check_own()
     if found := job.folder.strangers():
         raise LaunchError(f"{job.folder.out} holds {', '.join(found[:5])}, which no run puts there: choose another one")
@@ -366,18 +380,22 @@ def _clear(job: Job, source: str, *, keep: bool) -> None:
 
 
 def launch(run: str, **named: Any) -> dict[str, Any]:
-    """Train one point of a run of params.yaml under torchrun and return its summary.
+    """Train one point of a run of params.yaml, with a process for each rank, and return its summary.
 
-    Args: as `make_job`.
+    Args: those of `make_job`.
 
-    An interrupted run continues from its checkpoint, unless the source has changed since: then it starts
-    over and says so. Raises LaunchError with the tail of the log when a rank fails, ConfigError for bad settings.
+    An interrupted run continues from its checkpoint, unless the source has changed since: then it starts over and says
+    so. A finished run is trained anew. Raises LaunchError with the tail of the log where a rank fails, ConfigError for
+    bad settings.
     """
     return launch_in_turn([make_job(run, **named)])[0]
 
 
 def launch_in_turn(jobs: Sequence[Job]) -> list[dict[str, Any]]:
-    """Train jobs of equally many ranks one after the other, in the same processes; otherwise as `launch`."""
+    """Train jobs one after the other, in the same processes, otherwise as `launch` does, and return their summaries.
+
+    Raises as `launch` does, and LaunchError where the jobs have different numbers of ranks.
+    """
     if len(ranks := {job.config.ranks for job in jobs}) != 1:
         raise LaunchError(f"what is trained in turn must have equally many ranks, got {sorted(ranks)}")
     source = source_digest()
@@ -387,7 +405,8 @@ def launch_in_turn(jobs: Sequence[Job]) -> list[dict[str, Any]]:
     return [job.folder.read_summary() for job in jobs]
 
 
-#: In a run's folder for times while `launch_all` is at it: digests of source, corpus and settings, a line per point.
+#: The file in a run's folder for times while `launch_all` trains it: a line per point, of the digests of source, corpus
+#: and settings.
 _UNFINISHED = "unfinished"
 
 
@@ -403,17 +422,17 @@ def launch_all(
     out: Path | None = None,
     data: Path | None = None,
 ) -> list[dict[str, Any]]:
-    """Train all variants and seeds of a run; returns their summaries in order.
+    """Train all variants and seeds of a run, and return their summaries in order.
 
-    As many are trained at once as there are cores for their ranks under torchrun, and one where there are GPUs.
-    Pipelines, and what has more ranks than cores, have a core each and a thread for each rank, as long as no core is
-    idle.
+    As many are trained at once as there are cores for their ranks, each a process; where there are GPUs, one at a time.
+    Pipelines, and runs of more ranks than there are cores, have a core each and a thread for each rank, as long as no
+    core is idle.
 
-    Args: as `make_job`; `out` holds a folder for each variant and seed.
+    Args: those of `make_job`; `out` holds a folder for each variant and seed.
 
     What an earlier call left is trained anew, unless that call was interrupted and source, corpus and the settings of a
     point are the same: then this one goes on where it stopped. Variants and seeds that the run no longer has are
-    removed, and named. Raises as `launch`, and LaunchError where `out` holds other runs.
+    removed, and named. Raises as `launch` does, and LaunchError where `out` holds other runs.
     """
     points = run_points(run, scale=scale, **overrides(list(settings)))
     scale = points[0].scale
@@ -446,7 +465,7 @@ def launch_all(
 
 
 def _named(folder: RunFolder) -> str | None:
-    """The name of the run whose summary is in a folder; None where there is none of a run."""
+    """Return the name of the run whose summary is in a folder; None where there is no summary, or a damaged one."""
     try:
         summary = folder.read_summary()
     except ConfigError:
@@ -455,9 +474,10 @@ def _named(folder: RunFolder) -> str | None:
 
 
 def _clear_others(root: Path, times: Path, run: str, own: set[Path]) -> None:
-    """Remove variants and seeds that a run no longer has, and name them; raises LaunchError for another run's.
+    """Remove the folders of variants and seeds that a run no longer has, and print their names.
 
-    What no summary and no digest of the source says is a run is left alone.
+    A folder that neither a summary nor a digest of the source shows to be a run's is left alone. Raises LaunchError
+    where `root` holds folders of another run.
     """
     begun = {root / mark.parent.relative_to(times) for mark in times.rglob(RunFolder(root, times).source.name)}
     others = (begun | {mark.parent for mark in root.rglob("summary.json")}) - own

@@ -1,15 +1,17 @@
-"""Methods over links that the kernel shapes: the clock beside replays, the kernel's counters beside the ledger.
+"""Measure methods over links that the kernel shapes: the clock beside replays, the kernel's counters beside the ledger.
 
-    python -m pipelines.links measure       all that results/links/ has not yet; Linux and root (`lowcomm.comm.testbed`)
-    python -m pipelines.links list          what is there
+    python -m pipelines.links measure       measure all points that results/links/ does not have yet (Linux and root)
+    python -m pipelines.links list          print what is there
 
-A point is a method at a link: a short run of two or four ranks, one per network namespace, traced, beside the same run
-over a link as fast as it goes; each several times, in turns, because a machine's speed drifts. It keeps
+A point is a method at a link: a short run of two or four ranks, one per network namespace (`lowcomm.comm.testbed`),
+traced, beside the same run over a free link, which is as fast as it goes; each several times, in turns, because a
+machine's speed drifts. It keeps the seconds of each run from the first verb to the last,
 
-    measured    seconds from the first verb to the last
-    own         the same by a replay of its own trace: what is left is the link's, not the computing's
-    free        by replays of the traces over the free link
+    measured    over the link, by the clock
+    own         by a replay of the run's own trace over such a link: the computing is the same, so only the link differs
+    free        by a replay, over such a link, of the trace of a run over the free link
     plain       as "own", without what TCP and gloo add (`lowcomm.cost.tcp`)
+    unshaped    over the free link, by the clock
 
 for how many seconds ranks compute over the free link, and the bytes of a rank's interface and of its ledger between two
 steps of the run. Each point is a small file in git.
@@ -46,7 +48,7 @@ from lowcomm.settings import ConfigError
 from pipelines.project import ROOT, run_config
 
 RESULTS = ROOT / "results" / "links"
-#: Mbit/s and milliseconds of each link.
+#: By name: the rate of each link in Mbit/s, and its latency, one way, in milliseconds.
 LINKS = {
     "20": (20.0, 0.0),
     "80": (80.0, 0.0),
@@ -55,9 +57,10 @@ LINKS = {
     "80-40ms": (80.0, 40.0),
 }
 VOCAB, TIMES = 344, 3
-#: Between these steps before the end bytes are counted: by then ranks have found each other.
+#: Bytes are counted from the end of this step, when ranks have found each other, to this many steps before the last.
 _FIRST, _LAST = 3, 1
-#: A third of a million parameters, and batches that take as long as a message over the faster links.
+#: Settings of all runs: a third of a million parameters, and batches that take as long as a message over the faster
+#: links.
 SHAPE: dict[str, Any] = {
     "model.dim": 64,
     "model.layers": 4,
@@ -93,7 +96,7 @@ class Method:
 
     @property
     def config(self) -> RunConfig:
-        """The run's configuration."""
+        """The configuration of the run, made short."""
         grid = {"replicas": self.replicas, "stages": self.stages, "train.steps": self.steps}
         words = [f"{key}={value}" for key, value in (SHAPE | grid | self.settings).items()]
         return run_config(self.run, variant=self.variant, scale="laptop", **overrides(words))
@@ -118,10 +121,11 @@ METHODS = {
 
 @dataclass(frozen=True)
 class Run:
-    """One run over a testbed.
+    """What was seen of one run over a testbed.
 
-    spans: the traces of its ranks, in rank order. losses: of the last stage, step by step. counted: the number of steps
-    over which rank 0's bytes were counted, the bytes that its interface sent in them, and those that its ledger has.
+    spans: the traces of its ranks, in rank order. losses: the training losses of the last rank, step by step. counted:
+    the number of steps over which rank 0's bytes were counted, the bytes that its interface sent in them, and those
+    that its ledger has of them.
     """
 
     spans: list[list[Span]]
@@ -130,7 +134,10 @@ class Run:
 
 
 def rank(method: str, data: Path, out: Path) -> None:
-    """Train one rank of a method, in its namespace, and write down what its interface had sent after each step."""
+    """Train one rank of a method, in its namespace, and write (step, bytes its interface sent, bytes of its ledger).
+
+    They are of each step, sums since the beginning, in `bytes-RRR.json` in the run's folder for times.
+    """
     config = METHODS[method].config
     world = world_from_torchrun(replicas=config.replicas, stages=config.stages, comm=config.comm)
     counter, seen = Path("/sys/class/net/eth0/statistics/tx_bytes"), []
@@ -144,7 +151,10 @@ def rank(method: str, data: Path, out: Path) -> None:
 
 
 def run(method: str, data: Path, *, mbit_per_s: float = math.inf, latency_ms: float = 0.0) -> Run:
-    """Train a method over links of this rate and latency. Raises ConfigError where no testbed can be had."""
+    """Train a method over links of this rate (infinity: as fast as they go) and latency, and return what was seen.
+
+    Raises ConfigError where no testbed can be had, and RuntimeError, with the end of what it wrote, where a rank fails.
+    """
     config = METHODS[method].config
     with (
         tempfile.TemporaryDirectory() as work,
@@ -167,7 +177,7 @@ def run(method: str, data: Path, *, mbit_per_s: float = math.inf, latency_ms: fl
 
 
 def point(method: str, link: str, data: Path, *, times: int = TIMES) -> dict[str, Any]:
-    """Measure a method at a link, in turns with the free link."""
+    """Measure a method at a link so many times, in turns with the free link, and return the point."""
     mbit_per_s, latency_ms = LINKS[link]
     turns = [(run(method, data), run(method, data, mbit_per_s=mbit_per_s, latency_ms=latency_ms)) for _ in range(times)]
     at: dict[str, Any] = {"gbit_per_s": mbit_per_s / 1e3, "latency_s": latency_ms / 1e3}
@@ -203,22 +213,23 @@ def point(method: str, link: str, data: Path, *, times: int = TIMES) -> dict[str
 
 
 def _computing(one: Run) -> float:
-    """Return for how many seconds a rank of a run has computed, as a mean over its ranks."""
+    """Return for how many seconds a rank of a run computed, as a mean over its ranks."""
     whole = recorded(one.spans)
     return float(whole.seconds) * float(whole.utilisation)
 
 
 def _messages(spans: list[Span], first: int, last: int) -> int:
-    """Return how many messages a rank has sent after one step and up to another: one for each phase and peer."""
+    """Return how many messages a rank sent after step `first`, up to step `last`: one per phase and peer of a verb."""
     return sum(s.phases * (len(s.ranks) - 1) for s in spans if first < s.step <= last and s.nbytes)
 
 
 def framed_bytes(p: dict[str, Any]) -> tuple[float, float]:
-    """Return what a counter should say, at least and at most, where a ledger has the bytes of a point's.
+    """Return the least and the most bytes that a point's interface should have counted, given those of its ledger.
 
-    Each segment has headers. Each message has one of ours, which is a segment by itself, and gloo's 48 bytes before
-    that and before its payload; for the one that is taken, two words of 48 bytes say that there is a place for it.
-    Acknowledgements travel with what goes the other way at the same time, or else by themselves, one for two segments.
+    Each segment has headers. Each message has a header of the library, which is a segment by itself, and gloo's 48
+    bytes before that and before its payload. For each message that is received in return, two words of 48 bytes, each a
+    segment by itself, say that there is a place for its header and for its payload. Acknowledgements travel with what
+    goes the other way at the same time, or else by themselves, one for two segments.
     """
     alone = SEGMENT * (FRAMING - 1)
     least = FRAMING * p["ledger_bytes"] + p["messages"] * (HEADER_BYTES + alone + 2 * 48 + 2 * (48 + alone))
@@ -226,13 +237,16 @@ def framed_bytes(p: dict[str, Any]) -> tuple[float, float]:
 
 
 def corpus(folder: Path) -> Path:
-    """Prepare a small corpus in a folder, which is returned."""
+    """Prepare a small corpus in a folder, and return the folder."""
     prepare(CorpusConfig("docstrings"), DataConfig("docstrings", VOCAB, max_characters=400_000), folder)
     return folder
 
 
 def measure(results: Path = RESULTS, *, times: int = TIMES) -> None:
-    """Measure all points that are not there yet."""
+    """Measure all points that `results` does not have yet, and write and print each as soon as it is done.
+
+    times: how often each is measured. Raises ConfigError where no testbed can be had.
+    """
     with tempfile.TemporaryDirectory() as work:
         data = corpus(Path(work) / "data")
         for method in METHODS:
@@ -247,7 +261,7 @@ def measure(results: Path = RESULTS, *, times: int = TIMES) -> None:
 
 
 def told(p: dict[str, Any]) -> str:
-    """Return what a point says, in a line."""
+    """Return the result of a point as a line of text."""
     measured, own, free, plain = (statistics.median(p[f"{name}_s"]) for name in ("measured", "own", "free", "plain"))
     least, most = framed_bytes(p)
     return (
@@ -266,7 +280,10 @@ def points(results: Path = RESULTS) -> list[dict[str, Any]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command line; see the module's docstring."""
+    """Run the command line `argv`, by default the process's own, and return its exit status.
+
+    It is 2 where no testbed can be had. The module's docstring describes the commands.
+    """
     parser = argparse.ArgumentParser(prog="python -m pipelines.links", description=__doc__.split("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("measure")

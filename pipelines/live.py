@@ -1,4 +1,4 @@
-"""Short runs of params.yaml, traced here and now: the clock of this machine, for `replay` and `predict`."""
+"""Short runs of params.yaml, trained and traced on the spot: this machine's clock, for `replay` and `predict`."""
 
 from __future__ import annotations
 
@@ -23,26 +23,29 @@ from pipelines.project import run_config
 
 @dataclass(frozen=True)
 class Live:
-    """Spans of all ranks in `steps` steps, in which every round is whole."""
+    """The traces of a run that has just been trained: the spans of all ranks over `steps` steps, of whole rounds."""
 
     config: RunConfig
     spans: list[list[Span]]
     steps: int
 
     def replay(self, mbit_per_s: ArrayLike, latency_ms: float = 0.0) -> Replay:
-        """Replay the same steps over other links."""
+        """Return the time and the utilisation of the same steps over other links.
+
+        mbit_per_s: the rate of a rank's wire on each axis; infinity is free. May be an array. latency_ms: one way.
+        """
         return replay(self.spans, np.asarray(mbit_per_s) / 1e3, latency_s=latency_ms / 1e3)
 
     def step_seconds(self, mbit_per_s: ArrayLike, latency_ms: float = 0.0) -> NDArray[np.float64]:
-        """Return the seconds per step over other links."""
+        """Return the seconds per step over other links; arguments as for `replay`."""
         return self.replay(mbit_per_s, latency_ms).seconds / self.steps
 
     def computing(self) -> tuple[list[tuple[float, float]], float]:
-        """Return what `predict` needs: seconds (forward, backward) of a micro-batch at each stage, and stragglers.
+        """Return what `predict` needs: seconds (forward, backward) of a micro-batch at each stage, and `stragglers`.
 
-        A step's computing is the time between waits, cut into forward and backward as its FLOPs are. Ranks that share
-        processors are uneven in a way that no rank sees by itself, so stragglers are what makes a step over a free link
-        as long as the replayed one (0 if it is shorter without).
+        A step's computing is the time between waits, divided into forward and backward as its FLOPs are. Ranks that
+        share processors are uneven in a way that no rank sees by itself, so `stragglers` is the number (0 to 4) with
+        which a predicted step over a free link is as long as the replayed one: 0 where that is shorter than without.
         """
         c, shares = self.config, []
         each = np.array([_by_step(spans) for spans in self.spans]).reshape(c.stages, c.replicas, -1)
@@ -58,7 +61,10 @@ class Live:
 
 
 def _by_step(spans: Sequence[Span]) -> list[float]:
-    """Seconds of computing a step, between each step that sends something and the next that does."""
+    """Return the seconds that a rank computes per step, between each step that sends something and the next that does.
+
+    Raises ValueError where fewer than two steps do.
+    """
     begun: dict[int, float] = {}
     waited: dict[int, float] = {}
     for s in spans:
@@ -74,10 +80,12 @@ def _by_step(spans: Sequence[Span]) -> list[float]:
 def trace_runs(
     names: Sequence[tuple[str, str]], *, scale: str, rounds: int = 3, least: int = 20, settings: Sequence[str] = ()
 ) -> list[Live]:
-    """Train runs of params.yaml for some rounds over links as fast as they go, one after the other; read their traces.
+    """Train runs of params.yaml over links as fast as they go, one after the other, and return their traces.
 
-    The first round (and at least a fifth of the steps) is left out, and so is the last. names: (run, variant) of each;
-    all must have equally many ranks. rounds: those that count, of H steps each; least: steps that count.
+    At the beginning one round is left out, or as many as hold a fifth of the steps that count; at the end one is.
+
+    names: (run, variant) of each; all must have equally many ranks. rounds: how many rounds of H steps count, at least;
+    for runs without rounds, `least` decides alone. least: how many steps count, at least.
     """
     with tempfile.TemporaryDirectory() as folder:
         jobs, windows = [], []

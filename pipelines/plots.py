@@ -1,4 +1,4 @@
-"""One look for every figure: colour-blind safe, one colour per method, the same bytes each time."""
+"""One look for all figures: colour-blind safe, with one colour per method, and written as the same bytes each time."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ COLUMN_WIDTH = 5.5  # inches
 
 
 def theme() -> None:
-    """Set the look; call it once at the top of a notebook."""
+    """Set the look of all figures; call it once at the top of a notebook."""
     sns.set_theme(style="whitegrid", context="paper", font_scale=1.0)
     mpl.rcParams |= {
         "svg.hashsalt": "lowcomm",
@@ -62,13 +62,19 @@ def theme() -> None:
 
 
 def figure(columns: int = 1, height: float = 2.6) -> tuple[Figure, list[plt.Axes]]:
-    """A figure of `columns` panels at column width; always a list of axes."""
+    """Return a figure of `columns` panels side by side, and the list of their axes, also where there is one.
+
+    A single panel has the width of a column, several together one and a half times that. height: in inches.
+    """
     fig, axes = plt.subplots(1, columns, figsize=(COLUMN_WIDTH * (1 if columns == 1 else 1.5), height), squeeze=False)
     return fig, list(axes[0])
 
 
 def band(ax: plt.Axes, x: ArrayLike, runs: ArrayLike, **style: Any) -> Line2D:
-    """Draw the mean of runs (runs x points) as a line, and a shade from the least to the most of them."""
+    """Draw the mean of runs [runs, points] as a line, with a shade from the least to the most of them.
+
+    The line is returned.
+    """
     values = np.asarray(runs, float)
     (line,) = ax.plot(x, values.mean(0), **style)
     if len(values) > 1:
@@ -92,9 +98,9 @@ def intervals(
     hollow: ArrayLike = False,
     **style: Any,
 ) -> ErrorbarContainer:
-    """Draw values, each with a bar from low to high (none where these are NaN), and return what a legend needs.
+    """Draw values, each with a bar from `low` to `high`, and return their handle for a legend.
 
-    hollow: which of them have a white face, as they are of too few seeds.
+    There is no bar where these are NaN. hollow: which of the values have a white face, as they are of too few seeds.
     """
     x, values, low, high, hollow = np.broadcast_arrays(*np.atleast_1d(x, values, low, high, hollow))
     style = {"ls": "none", "elinewidth": 0.8} | style
@@ -107,7 +113,10 @@ def intervals(
 
 
 def mark_cut(ax: plt.Axes, x: ArrayLike, low: ArrayLike, high: ArrayLike, color: str) -> None:
-    """Put a mark on the edge where a bar from low to high ends outside of the axes, whose limits must have been set."""
+    """Put a mark on the edge of the axes where a bar from `low` to `high` ends outside of them.
+
+    The limits of the axes must have been set.
+    """
     bottom, top = ax.get_ylim()
     x, low, high = np.broadcast_arrays(*(np.asarray(v, float) for v in np.atleast_1d(x, low, high)))
     for outside, edge, mark in ((low < bottom, bottom, "v"), (high > top, top, "^")):
@@ -116,14 +125,17 @@ def mark_cut(ax: plt.Axes, x: ArrayLike, low: ArrayLike, high: ArrayLike, color:
 
 
 def log_ticks(axis: Axis, subs: Sequence[float] = (1, 3)) -> None:
-    """Give a logarithmic axis ticks at these multiples of each power of ten, as plain numbers."""
+    """Give a logarithmic axis ticks at the multiples `subs` of each power of ten, labelled with plain numbers."""
     axis.set_major_locator(LogLocator(subs=subs))
     axis.set_major_formatter("{x:g}")
     axis.set_minor_formatter(NullFormatter())
 
 
 def save(fig: Figure, path: Path) -> None:
-    """Write `path`.svg and `path`.png without dates or versions in them; larger where a legend would be cut."""
+    """Write a figure to `path`.svg and `path`.png, without dates or versions in them; make the folder if it is missing.
+
+    The figure is written larger than it is where a legend would be cut.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     box = _with_legends(fig)
     fig.savefig(path.with_suffix(".svg"), metadata={"Date": None, "Creator": None}, bbox_inches=box)

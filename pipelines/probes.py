@@ -1,4 +1,4 @@
-"""Probes: every run trained at smoke scale, as digests of its final weights, losses and bytes.
+"""Train the probes: every run at smoke scale, of which digests of its final weights, losses and bytes are kept.
 
     python -m pipelines.probes
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from lowcomm.experiment.project import Project
 
 SCALE = "smoke"
-#: Arithmetic that does not depend on the processor; read by the libraries when they are loaded.
+#: Variables that make arithmetic independent of the processor; the libraries read them when they are loaded.
 PORTABLE = {
     "MKL_CBWR": "COMPATIBLE",
     "ATEN_CPU_CAPABILITY": "default",
@@ -51,7 +51,7 @@ PORTABLE = {
 
 
 def folder_of(config: RunConfig, project: Project = PROJECT) -> RunFolder:
-    """Where the probe of a run lies."""
+    """Return the folder of the probe with this configuration."""
     inner = Path(config.name) / config.variant / f"seed{config.seed}"
     return RunFolder(project.build / "probe-runs" / inner, project.build / "probe-times" / inner)
 
@@ -71,39 +71,40 @@ def _prepare(project: Project, corpus: str) -> None:
 
 
 def _stamp(project: Project, corpus: str) -> Path:
-    """The digest of the code that has prepared a corpus at smoke scale."""
+    """Return the path of the file with the digest of the code that has prepared a corpus at smoke scale."""
     folder = project.data_dir(corpus, SCALE)
     return folder.with_name(f"{folder.name}.sha256")
 
 
 def corpus_digests(folder: Path) -> list[str]:
-    """Return the digests of a prepared corpus: of its tokenizer, and of the shards of all splits."""
+    """Return the SHA-256 of the tokenizer of a prepared corpus, and those of the shards of all splits."""
     card = json.loads((folder / "card.json").read_text())
     shards = [shard["sha256"] for split in card["splits"].values() for shard in split["shards"]]
     return [card["tokenizer_sha256"], *shards]
 
 
 def corpus_digest(folder: Path) -> str:
-    """Digest a prepared corpus: its tokenizer and the shards of all splits."""
+    """Return one SHA-256 of a prepared corpus, of its tokenizer and the shards of all splits."""
     return hashlib.sha256("\n".join(corpus_digests(folder)).encode()).hexdigest()
 
 
 def run_digest(folder: RunFolder) -> str:
-    """Digest a finished run: its evaluated parameters, the metrics of all ranks, and the bytes that they sent."""
+    """Return one SHA-256 of a complete run: its evaluated parameters, all ranks' metrics, and the bytes they sent."""
     summary = folder.read_summary()
     sent = [summary[key] for key in ("sent_bytes", "sent_bytes_per_rank", "routed_bytes_per_rank")]
     files = [sha256(path) for path in (folder.model, *sorted((folder.out / "metrics").iterdir()))]
     return hashlib.sha256("\n".join([*files, json.dumps(sent, sort_keys=True)]).encode()).hexdigest()
 
 
-#: Runs with their variants ("" for a run that has none), where not all are wanted.
+#: Some runs, as pairs of a name and a variant ("" for a run that has none).
 Wanted = Collection[tuple[str, str]]
 
 
 def train_all(project: Project = PROJECT, wanted: Wanted | None = None) -> list[RunConfig]:
-    """Train the probes that this code and these settings have not trained already, a run per core; returns all.
+    """Train the probes that this code has not trained with these settings yet, one run per core.
 
-    wanted: of these alone.
+    Corpora that this code has not prepared at smoke scale are prepared anew first. The configurations of all probes
+    are returned. wanted: the runs whose probes are trained and returned, by default all.
     """
     params, source = project.load_params(), source_digest()
     runs = [project.run_points(run, scale=SCALE, params=params) for run in params["runs"]]
@@ -129,9 +130,9 @@ def train_all(project: Project = PROJECT, wanted: Wanted | None = None) -> list[
 
 
 def write_digests(project: Project = PROJECT, wanted: Wanted | None = None) -> None:
-    """Train what is to be trained, and write the digests of all probes into `probes` of the project's build folder.
+    """Train the probes that are not trained yet, and write all digests into `probes` of the project's build folder.
 
-    wanted: of these alone; there are none of others then.
+    What is there is removed first. wanted: the runs whose probes are trained and written, by default all.
     """
     folder, found = project.build / "probes", {}
     for config in train_all(project, wanted):
@@ -146,7 +147,7 @@ def write_digests(project: Project = PROJECT, wanted: Wanted | None = None) -> N
 
 
 def main() -> int:
-    """Write the digests of this repository's runs."""
+    """Write the digests of this repository's probes, record how long that took, and return the exit status 0."""
     begin = time.perf_counter()
     write_digests()
     record_seconds("probes", PROJECT.load_params()["scale"], time.perf_counter() - begin)

@@ -1,4 +1,4 @@
-"""This checkout as a project: its folders, its `params.yaml`, its runs."""
+"""This checkout as a project, with its folders, its `params.yaml` and its runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lowcomm.experiment.project import Project
 #: Root of the checkout: nothing relies on the working directory.
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = Project(ROOT)
-#: Everything heavy: corpora, shards, runs, executed notebooks. DVC tracks it, git ignores it.
+#: The folder of everything heavy: corpora, shards, runs, executed notebooks. DVC tracks it, git ignores it.
 BUILD = PROJECT.build
 
 load_params = PROJECT.load_params
@@ -24,14 +24,17 @@ data_dir = PROJECT.data_dir
 
 
 def prepared(corpus: str, scale: str | None = None) -> Path:
-    """`lowcomm.experiment.data.prepared` of this project."""
+    """Return the folder of a corpus of this project, prepared where needed (`lowcomm.experiment.data.prepared`).
+
+    scale: by default the one that `params.yaml` names.
+    """
     from lowcomm.experiment.data import prepared as prepare
 
     return prepare(PROJECT, corpus, scale)
 
 
 def record_seconds(stage: str, scale: str, seconds: float) -> None:
-    """Note how long a stage took here; `pipelines.index --times` makes a table of it."""
+    """Write down how many seconds a stage took here, of which `pipelines.index --times` makes a table."""
     file = BUILD / "times" / scale / "stages" / f"{stage}.json"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps({"stage": stage, "seconds": round(seconds, 1)}) + "\n")

@@ -1,10 +1,10 @@
-"""Run a notebook with parameters: what every DVC stage calls.
+"""Run a notebook with parameters, as most DVC stages do.
 
     python -m pipelines.run_notebook notebooks/20_train.ipynb train@diloco_m2 -p run diloco_m2
 
-The executed copy goes to build/notebooks/ and its wall-clock time to build/times/; both differ from
-run to run, so nothing depends on them. A parameter that the notebook does not declare is refused. A notebook ends with
-the `dvc` that runs its stage, however that ends, and what it trains writes a checkpoint.
+The executed copy goes to build/notebooks/ and its wall-clock time to build/times/; both differ from run to run, so
+nothing depends on them. A parameter that the notebook does not declare is refused. A notebook ends with the `dvc` that
+runs its stage, however that ends, and what it trains writes a checkpoint.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ import yaml
 from lowcomm.settings import ConfigError, nearest
 from pipelines.project import BUILD, ROOT, record_seconds
 
-#: Shells, by one of which dvc runs a stage.
+#: The names of shells, one of which stands between dvc and the command of a stage.
 _SHELLS = {"sh", "bash", "dash", "zsh", "fish"}
 
 
 def _end_with_dvc() -> None:
-    """Interrupt this process when the `dvc` that runs its stage is gone, which ends no children when it is killed."""
+    """Interrupt this process once the `dvc` that runs its stage is gone, which ends no children when it is killed."""
     dvc = psutil.Process().parent()
     while dvc is not None and dvc.name() in _SHELLS:
         dvc = dvc.parent()
@@ -45,7 +45,7 @@ def _end_with_dvc() -> None:
 
 
 def check_parameters(notebook: Path, parameters: dict[str, Any]) -> None:
-    """Raise ConfigError for a parameter that is not in the notebook's parameters cell."""
+    """Raise ConfigError where a parameter is not in the notebook's parameters cell."""
     declared = papermill.inspect_notebook(str(notebook))
     for name in parameters:
         if name not in declared:
@@ -53,7 +53,11 @@ def check_parameters(notebook: Path, parameters: dict[str, Any]) -> None:
 
 
 def run(notebook: Path, name: str, parameters: dict[str, Any]) -> float:
-    """Execute `notebook` and return the seconds it took. Raises what papermill raises when a cell fails."""
+    """Execute a notebook with parameters, and record and return the seconds that it took.
+
+    name: that of the stage. Raises ConfigError where there is no such notebook or it does not declare a parameter, and
+    what papermill raises where a cell fails.
+    """
     if not notebook.exists():
         raise ConfigError(f"no notebook {notebook}")
     check_parameters(notebook, parameters)
@@ -77,7 +81,7 @@ def run(notebook: Path, name: str, parameters: dict[str, Any]) -> float:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command line; see `--help`."""
+    """Run the command line `argv`, by default the process's own, and return its exit status; see `--help`."""
     parser = argparse.ArgumentParser(prog="python -m pipelines.run_notebook", description=__doc__.split("\n")[0])
     parser.add_argument("notebook", type=Path)
     parser.add_argument("name", help="name of the stage")

@@ -1,11 +1,11 @@
-"""The settings of each run and corpus, resolved: what its stage of dvc.yaml depends on in place of `params.yaml`.
+"""Write the settings of each run and corpus, on which its stage of dvc.yaml depends in place of `params.yaml`.
 
     python -m pipelines.settings
 
-A file for each run in build/settings/<scale>/runs/, with all its points, and one for each corpus in .../corpora/: for
-the scale of `params.yaml`, the smoke scale, at which probes run, and the papers' own, of which tables speak. They hold
-what differs from the defaults, so that a new setting changes no file; what a default does, the probes tell. Bad
-settings stop here, before any training.
+There is a file for each run in build/settings/<scale>/runs/, with all its points, and one for each corpus in
+build/settings/<scale>/corpora/: for the scale that `params.yaml` names, the smoke scale, at which probes run, and the
+papers' own, of which tables speak. Files hold what differs from the defaults, so that a new setting changes no file;
+what a default does, the probes tell. Settings that break a rule stop the command, before any training.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pipelines.project import BUILD, PROJECT
 
 
 def set_values(config: Any) -> dict[str, Any]:
-    """The fields of a settings dataclass that differ from their defaults, sections within."""
+    """Return the fields of a settings dataclass that differ from their defaults; sections are dictionaries within."""
     found = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -35,7 +35,10 @@ def set_values(config: Any) -> dict[str, Any]:
 
 
 def write(scale: str, folder: Path) -> None:
-    """Write the settings of all runs and corpora at a scale."""
+    """Write the settings of all runs and corpora at a scale, a file for each in `folder`.
+
+    Raises ConfigError where settings break a rule.
+    """
     params = PROJECT.load_params()
     for kind in ("runs", "corpora"):
         (folder / kind).mkdir(parents=True)
@@ -49,7 +52,7 @@ def write(scale: str, folder: Path) -> None:
 
 
 def main() -> None:
-    """Write all of them anew."""
+    """Remove the files in build/settings, and write all of them anew."""
     root = BUILD / "settings"
     shutil.rmtree(root, ignore_errors=True)
     for scale in dict.fromkeys((PROJECT.load_params()["scale"], "smoke", "paper")):

@@ -1,4 +1,4 @@
-"""The planner with sliders: a question, and under it the figure and the table that answer it (notebook 71)."""
+"""The planner with sliders, which set its question, above the figure and the table of its answer (notebook 71)."""
 
 from __future__ import annotations
 
@@ -21,12 +21,15 @@ from lowcomm.model.presets import PRESETS
 from lowcomm.settings import ConfigError
 from pipelines import plots
 
-#: What an answer shows of its table: this many of the best, and the front; but no more than so many rows.
+#: What an answer shows of its table: the first `BEST` rows and the front, but no more than `ROWS` rows.
 BEST, ROWS = 6, 14
 
 
 def draw(table: pd.DataFrame, title: str = "") -> Figure:
-    """Loss against time of all that fits; the front is a line, and the advised configuration (the first) a star."""
+    """Return a figure of loss against time of all configurations in a plan's table.
+
+    The front is a line, and the advised configuration, the first, is a star.
+    """
     fig, (ax,) = plots.figure(height=4.0)
     local, subspace = table["sync_every_steps"] > 0, table["ratio"] > 1
     dense_colour, local_colour, face = (plots.COLOURS[n] for n in ("data_parallel", "diloco", "subspace"))
@@ -54,7 +57,7 @@ def draw(table: pd.DataFrame, title: str = "") -> Figure:
 
 
 def questions() -> dict[str, Any]:
-    """The widgets that ask, by what they ask."""
+    """Return the widgets that set a question, by the names of the numbers that they set."""
     look = {"layout": widgets.Layout(width="30em"), "style": {"description_width": "12em"}}
     late = look | {"continuous_update": False}
     log = late | {"readout_format": ".3g", "step": 0.1}
@@ -72,16 +75,16 @@ def questions() -> dict[str, Any]:
 
 
 class Sliders:
-    """Sliders, and below them a line that says what is going on, the figure and the table.
+    """Sliders, and below them a line that tells the state of the answer, its figure and its table.
 
     While an answer is computed the line says so, and the table of the answer before is pale.
 
     Args:
-        penalties: what methods cost in loss.
+        penalties: the penalties of ingredients, by which methods are planned.
 
     Attributes:
-        asked: the widgets that ask, by what they ask.
-        view: all of it, to be displayed.
+        asked: the widgets that set the question (`questions`).
+        view: the widget that holds all of this, to be displayed.
     """
 
     def __init__(self, penalties: Penalties):
@@ -97,7 +100,10 @@ class Sliders:
         self.answer()
 
     def answer(self, change: dict[str, Any] | None = None) -> None:
-        """Answer what the sliders ask now."""
+        """Compute and show the answer for the values that the sliders have now.
+
+        change: the change of a widget that calls this, which is not read.
+        """
         asked = {name: widget.value for name, widget in self.asked.items()}
         told = f"{asked['preset']}, {asked['nodes']} machines, {asked['mbit']:.3g} Mbit/s"
         before, began = self.table.value, time.perf_counter()
@@ -135,5 +141,5 @@ class Sliders:
         return plan(cluster, Job(model, tokens * parameters(model).total), self.penalties)
 
     def _nothing(self, why: str) -> None:
-        """Say why there is no answer."""
+        """Show why there is no answer, and hide the table and the figure."""
         self.line.value, self.table.value, self.figure.layout.display = html.escape(why), "", "none"

@@ -1,4 +1,4 @@
-"""Digests of the code that a stage reaches, which make it stale; comments and docstrings do not count.
+"""Write digests of the code that each stage reaches, which make it stale; comments and docstrings do not count.
 
     python -m pipelines.staleness
 
@@ -28,7 +28,7 @@ from lowcomm.experiment.source import without_docstrings
 from pipelines.project import BUILD, ROOT
 
 PACKAGES = ("lowcomm", "pipelines")
-#: Stages that run a module and no notebook: the list's name -> the module.
+#: The modules of stages that run a module and no notebook, by the names of their lists.
 COMMANDS = {
     "index": "pipelines.index",
     "settings": "pipelines.settings",
@@ -36,16 +36,16 @@ COMMANDS = {
     "ladder_rows": "pipelines.ladder.rows",
 }
 TRAINER = "lowcomm.experiment.train"
-#: Packages whose modules find each other by name, so that whoever reaches a base class may reach all that derives.
+#: Packages whose modules find each other by name, so that what reaches a base class may reach all classes derived.
 CHOICES = ("lowcomm.codecs", "lowcomm.methods")
 
-#: A definition: the module, and the name at its top ("" for what it does when it is imported), with ".method" if any.
+#: A definition: its module, and the name at the top of that ("" for what runs on import), with ".method" if it is one.
 Place = tuple[str, str]
 
 
 @functools.cache
 def path_of(module: str) -> Path | None:
-    """The file of a module of this repository; None for others."""
+    """Return the file of a module of this repository; None for other modules."""
     if module.split(".")[0] not in PACKAGES:
         return None
     path = ROOT.joinpath(*module.split("."))
@@ -59,7 +59,7 @@ def digest(text: str) -> str:
 
 @functools.cache
 def parsed(path: Path) -> ast.AST:
-    """The syntax tree of a module, or of all code cells of a notebook, without docstrings."""
+    """Return the syntax tree of a module, or of all code cells of a notebook, without docstrings."""
     text = path.read_text()
     if path.suffix == ".ipynb":
         text = "\n".join(c.source for c in nbformat.reads(text, as_version=4).cells if c.cell_type == "code")
@@ -68,7 +68,7 @@ def parsed(path: Path) -> ast.AST:
 
 @functools.cache
 def renamable() -> frozenset[str]:
-    """Names of functions and methods that decide nothing: they are no text, no keyword and no field anywhere."""
+    """Return the names of functions and methods that decide nothing: they are no string, keyword or field anywhere."""
     functions: set[str] = set()
     others: set[str] = set()
     paths = [path for name in PACKAGES for path in (ROOT / name).rglob("*.py")]
@@ -86,7 +86,7 @@ def renamable() -> frozenset[str]:
 
 @functools.cache
 def used(node: ast.AST) -> list[ast.Name | ast.Attribute | ast.ImportFrom]:
-    """Names, attributes and imports within a node; annotations of functions decide nothing, and are left out."""
+    """Return the names, attributes and imports within a node, but for annotations of functions: they decide nothing."""
     todo, found = [node], []
     while todo:
         at = todo.pop()
@@ -101,7 +101,7 @@ def used(node: ast.AST) -> list[ast.Name | ast.Attribute | ast.ImportFrom]:
 
 @functools.cache
 def dumped(node: ast.AST) -> list[str]:
-    """The text of a syntax tree, cut at the names that are renamable: every second piece is one of these."""
+    """Return the text of a syntax tree in pieces, cut at `renamable` names: every second piece is one of these."""
     pieces = [""]
     for number, piece in enumerate(re.split(r"'([A-Za-z_]\w*)'", ast.dump(node))):
         if number % 2 and piece in renamable():
@@ -112,11 +112,14 @@ def dumped(node: ast.AST) -> list[str]:
 
 
 class Module:
-    """The definitions of a module, by name, and the places of what it imports from this repository."""
+    """The definitions of a module, by name, and the places of what it imports from this repository.
+
+    package: the one that `from . import` means.
+    """
 
     def __init__(self, tree: ast.AST, package: str):
         self.statements: dict[str, list[ast.stmt]] = {}
-        #: Name here -> the place; (module, "*") for a module as a whole.
+        #: The place of each imported name; (module, "*") for a module as a whole.
         self.imports: dict[str, Place] = {}
         for node in ast.walk(tree):
             for alias in node.names if isinstance(node, ast.ImportFrom) else []:
@@ -130,7 +133,10 @@ class Module:
 
 
 def _defined(statement: ast.stmt) -> list[str]:
-    """The names that a statement at the top of a module defines; [""] if it does something else."""
+    """Return the names that a statement at the top of a module defines; [""] where it does something else.
+
+    Imports, and what is for type checkers alone, define none.
+    """
     if isinstance(statement, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         return [statement.name]
     if isinstance(statement, ast.Import | ast.ImportFrom) or _is_for_types(statement):
@@ -145,14 +151,14 @@ def _is_for_types(statement: ast.stmt) -> bool:
 
 @functools.cache
 def load(module: str) -> Module:
-    """A module of this repository."""
+    """Return the definitions and imports of a module of this repository."""
     path = path_of(module)
     return Module(parsed(path), module if path.name == "__init__.py" else module.rpartition(".")[0])
 
 
 @functools.cache
 def derived() -> dict[str, list[Place]]:
-    """The classes of the packages of choices, by the names of their bases."""
+    """Return the places of all classes in the packages `CHOICES`, by the names of their bases."""
     found: dict[str, list[Place]] = {}
     for package in CHOICES:
         for path in sorted(path_of(package).parent.glob("*.py")):
@@ -164,7 +170,11 @@ def derived() -> dict[str, list[Place]]:
 
 
 class Reach:
-    """All that some code reaches: `found` has a digest for each place."""
+    """All that some code reaches.
+
+    tree: the code. module: the name of the module that it is; "" for a notebook. Attributes: `found`, a digest for each
+    place that is reached, the code's own included.
+    """
 
     def __init__(self, tree: ast.AST, module: str = ""):
         self.found: dict[Place, str] = {}
@@ -192,7 +202,7 @@ class Reach:
                 self._todo.append((module, ""))
 
     def _read(self, place: Place, of: Module, statements: list[ast.stmt]) -> None:
-        """Take statements at a place, and queue what they use. Methods wait until something uses their names."""
+        """Digest the statements at a place, and queue what they use; methods wait until something uses their names."""
         kept: list[ast.AST] = []
         for statement in statements:
             if not isinstance(statement, ast.ClassDef):
@@ -215,7 +225,7 @@ class Reach:
             self._follow(node, of, place[0])
 
     def _digest(self, nodes: list[ast.AST]) -> str:
-        """SHA-256 of syntax trees, with the numbers of functions in place of their names."""
+        """Return the SHA-256 of syntax trees, with the numbers of functions in place of their names."""
         trees = (
             "".join(self._numbered(piece) if at % 2 else piece for at, piece in enumerate(dumped(node)))
             for node in nodes
@@ -241,19 +251,19 @@ class Reach:
 
 
 def of_notebook(path: Path) -> dict[Place, str]:
-    """Digests of a notebook's code cells and of all that they reach."""
+    """Return digests of all places that a notebook's code cells reach; that of the cells is at ("cells", "*")."""
     reach = Reach(parsed(path)).found
     own = [value for (module, _), value in sorted(reach.items()) if not module]
     return {("cells", "*"): digest(" ".join(own))} | {place: value for place, value in reach.items() if place[0]}
 
 
 def of_command(module: str) -> dict[Place, str]:
-    """Digests of a module and of all that it reaches."""
+    """Return digests of the definitions of a module, and of all places that they reach."""
     return Reach(parsed(path_of(module)), module).found
 
 
 def modules_of_training() -> list[str]:
-    """Names of the trainer's module and of all modules that it imports, or finds by name."""
+    """Return the names of the trainer's module and of all modules that it imports, or finds by name, in order."""
     todo, found = [TRAINER], set()
     while todo:
         name = todo.pop()
@@ -268,12 +278,12 @@ def modules_of_training() -> list[str]:
 
 
 def of_training() -> dict[Place, str]:
-    """Digests of whole modules: the trainer's and all that it imports."""
+    """Return digests of whole modules: the trainer's, and all that it imports or finds by name."""
     return {(module, "*"): digest(ast.dump(parsed(path_of(module)))) for module in modules_of_training()}
 
 
 def main() -> None:
-    """Write the lists of all notebooks and commands, and of nothing else."""
+    """Write the lists of all notebooks, of all commands and of training into build/sources, and remove all others."""
     found = {path.stem: of_notebook(path) for path in sorted((ROOT / "notebooks").glob("*.ipynb"))}
     found |= {name: of_command(module) for name, module in COMMANDS.items()} | {"train": of_training()}
     folder = BUILD / "sources"

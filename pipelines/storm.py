@@ -1,9 +1,9 @@
 """A storm: replicas on few cores that are killed, stopped and cut off, while the run goes on with whoever is there.
 
-    python -m pipelines.storm measure   both of these, as far as results/storm/ has them not
-    python -m pipelines.storm calm      the run undisturbed, into results/storm/calm.json
-    python -m pipelines.storm storm     the same run with faults, into results/storm/storm.json
-    python -m pipelines.storm list      what is there
+    python -m pipelines.storm calm      train the run undisturbed, and write results/storm/calm.json
+    python -m pipelines.storm storm     train the same run with faults, and write results/storm/storm.json
+    python -m pipelines.storm measure   do both, as far as these files are missing
+    python -m pipelines.storm list      print the figures of the storm beside the calm
 
 Each replica is a process (`lowcomm train --store --slot`) in a network namespace of its own, the store is in another
 (`lowcomm.comm.testbed`: Linux and root). Faults come as a Poisson process of a seed, each at a replica that is well:
@@ -12,8 +12,8 @@ Each replica is a process (`lowcomm train --store --slot`) in a network namespac
     stop    SIGSTOP, and SIGCONT after a while
     cut     its link is down for a while
 
-A watcher folds the log of who takes part, and says of each round when it was committed, by whom, on how many tokens.
-What processes hold (memory, descriptors, threads) is looked at now and then: the calm is the soak too.
+A watcher reads the log of who takes part, and writes of each round when it was committed, by whom, on how many tokens.
+What processes hold (memory, descriptors, threads) is recorded now and then, so that the calm is a soak test as well.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ from pipelines.project import ROOT
 RESULTS = ROOT / "results" / "storm"
 SLOTS, PORT = 8, 29400
 GRACE_S, SILENCE_S, TIMEOUT_S = 1.5, 1.5, 6.0
-#: So many steps take half an hour on two cores, and so many faults are drawn in an hour, of which some are spared.
+#: Steps of a run, which take half an hour on two cores; faults that are drawn per hour, of which some are spared.
 STEPS, PER_HOUR = 22_000, 180.0
-#: Seconds between two looks at what processes hold; the share of a storm's rounds after which no fault comes any more.
+#: Seconds between two records of what processes hold; the share of a storm's rounds after which no fault comes.
 LOOK_S, CALM_AT_END = 10.0, 0.96
 CORPUS = CorpusConfig("python", packages=("sympy", "pandas", "networkx", "matplotlib", "numpy", "torch"))
 TEXT = DataConfig("python", 512, max_characters=40_000_000, tokenizer_characters=300_000)
@@ -92,7 +92,11 @@ DILOCO: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault that happens to a slot: at how many seconds of the run, of which kind, and for how many seconds."""
+    """A fault that happens to a slot.
+
+    at: the seconds of the run at which it begins. kind: "kill", "stop" or "cut". slot: from 0. seconds: how long it
+    lasts.
+    """
 
     at: float
     kind: str
@@ -101,7 +105,11 @@ class Fault:
 
 
 def faults(seed: int, per_hour: float, seconds: float, slots: int = SLOTS) -> list[Fault]:
-    """Draw the faults of so many seconds; a slot that still has one is spared until it is well again."""
+    """Draw the faults of so many seconds from a seed, in their order.
+
+    per_hour: how many are drawn. A fault of a slot that still has one, or had one within the last 10 seconds, is left
+    out.
+    """
     draw, found, at = random.Random(seed), [], 0.0
     well = [0.0] * slots
     while (at := at + draw.expovariate(per_hour / 3600)) < seconds:
@@ -114,19 +122,26 @@ def faults(seed: int, per_hour: float, seconds: float, slots: int = SLOTS) -> li
 
 
 def corpus(folder: Path) -> Path:
-    """Prepare the text in a folder, which is returned."""
+    """Prepare the storm's corpus in a folder, and return the folder."""
     prepare(CORPUS, TEXT, folder)
     return folder
 
 
 class Starts(Protocol):
-    """Starts commands on nodes, as a testbed does."""
+    """What starts commands on nodes, as a `Testbed` does.
+
+    `start` runs `words` on the node of a number, and returns the process; for cuts it needs `cut` and `mend` as well.
+    """
 
     def start(self, node: int, words: Sequence[str], **popen: Any) -> subprocess.Popen: ...
 
 
 def training(run: Sequence[str], settings: Mapping[str, Any], *, replicas: int, data: Path, out: Path) -> list[str]:
-    """Return the words with which `lowcomm train` trains a run of params.yaml, at scale smoke, with `settings`."""
+    """Return the words that `lowcomm train` is given to train a run of params.yaml at scale smoke.
+
+    run: the name of the run, and "--variant" with the name of a variant if it has any. settings: those that differ, by
+    names such as "train.steps".
+    """
     words = [*run, "--scale", "smoke", "--data", str(data), "--out", str(out)]
     return words + [f"--set={entry}" for entry in _entries(settings, replicas)]
 
@@ -136,7 +151,7 @@ def _entries(settings: Mapping[str, Any], replicas: int) -> list[str]:
 
 
 def rounds_in(run: Sequence[str], settings: Mapping[str, Any], *, replicas: int) -> int:
-    """Return how many rounds a run has that `training` names: one for each turn of each of its fragments."""
+    """Return how many rounds the run of `training` has: one for each turn of each of its fragments."""
     name, *more = run
     variant = dict(zip(more[::2], more[1::2], strict=True)).get("--variant", "")
     override = overrides(_entries(settings, replicas))
@@ -149,9 +164,11 @@ class Replicas:
 
     Args:
         nodes: starts each slot's process on the node of its number.
-        run: of params.yaml, in words of the command line, at scale smoke, with `settings`.
+        run: the run of params.yaml, as words of the command line, which is trained at scale smoke with `settings`.
+        slots: how many processes there are.
         store: "host:port" of the store.
-        data, out: folders of the corpus and of the run; what processes say goes into `logs` beside it.
+        data: the folder of the corpus.
+        out: the folder of the run; what processes print goes into the folder `logs` beside it, which is made.
     """
 
     def __init__(
@@ -175,14 +192,14 @@ class Replicas:
         self.is_ill = [False] * slots
 
     def start(self, slot: int) -> subprocess.Popen:
-        """Start a slot, for the first time or again."""
+        """Start the process of a slot, for the first time or again, and return it."""
         with (self.logs / f"{slot}.log").open("a") as log:
             told = os.environ | {"OMP_NUM_THREADS": "1"}
             words = [*self._words, "--slot", str(slot)]
             return self.nodes.start(slot, words, environment=told, stdout=log, stderr=subprocess.STDOUT)
 
     def suffer(self, fault: Fault) -> bool:
-        """Let a fault happen, to its end; False where the slot's process has ended by itself before."""
+        """Let a fault happen to its end, and tell whether it did: False where the slot's process has ended before."""
         child = self.running[fault.slot]
         if child.poll() is not None:
             return False
@@ -201,11 +218,11 @@ class Replicas:
         return True
 
     def start_again(self, slot: int) -> None:
-        """Start a slot whose process has ended."""
+        """Start the process of a slot again, in place of the one that has ended."""
         self.running[slot] = self.start(slot)
 
     def check(self) -> None:
-        """Raise RuntimeError, with what it said, where a process has failed by itself."""
+        """Raise RuntimeError, with the end of what it printed, where a process has failed by itself."""
         for slot, child in enumerate(self.running):
             if child.poll() not in (None, 0, -signal.SIGKILL):
                 said = (self.logs / f"{slot}.log").read_text()
@@ -213,11 +230,14 @@ class Replicas:
 
     @property
     def are_training(self) -> bool:
-        """Tell whether a process has not come to its end yet, or is about to be started again."""
+        """Tell whether any process has not come to its end yet, or has a fault that is under way."""
         return any(child.poll() is None for child in self.running) or any(self.is_ill)
 
     def held(self) -> list[dict[str, int]]:
-        """Return what the process of each slot holds that is well: bytes of memory, descriptors, threads."""
+        """Return what the processes of slots without a fault hold, a row for each.
+
+        Columns: slot, pid, rss_bytes, descriptors, threads.
+        """
         found = []
         for slot, child in enumerate(self.running):
             if not self.is_ill[slot]:
@@ -229,7 +249,7 @@ class Replicas:
 
 
 class Enduring(Protocol):
-    """A run to which faults happen, as they do to `Replicas`."""
+    """A run to which faults can happen, as they can to `Replicas`, which says what these methods do."""
 
     def suffer(self, fault: Fault) -> bool: ...
     def check(self) -> None: ...
@@ -244,9 +264,13 @@ def endure(
     look: Callable[[], object],
     is_spared: Callable[[], bool] = lambda: False,
 ) -> list[dict[str, Any]]:
-    """Let faults happen to a run that trains, to its end, and return those that did, in their order.
+    """Let faults happen to a run until it has ended, and return those that did, as dictionaries, in their order.
+
+    What a fault or the run's `check` raises is raised.
 
     Args:
+        run: the run, whose processes have been started.
+        schedule: the faults.
         begin: the time, by the monotonic clock, from which the seconds of faults count.
         look: called ten times per second while the run trains, and once more at its end.
         is_spared: tells at a fault's time whether it is left out.
@@ -279,7 +303,11 @@ def endure(
 
 
 def watch(address: str, slots: int, out: Path) -> None:
-    """Fold the log as it grows, and write a line for each round: when it was committed, its slots and its tokens."""
+    """Read the log of an elastic run as it grows, and write a line of JSON for each round that is committed.
+
+    It does not return. address: "host:port" of the store. A line has the time "at", by the monotonic clock, the "slots"
+    that took part, the "tokens" of all of them, and the number of the "attempt".
+    """
     from lowcomm.comm.elastic import SharedLog
     from lowcomm.comm.membership import Roll
     from lowcomm.comm.processes import elastic_store
@@ -314,11 +342,14 @@ def run(
     settings: Mapping[str, Any] | None = None,
     mbit_per_s: float = math.inf,
 ) -> dict[str, Any]:
-    """Train the run to its end while faults happen, and return what was seen.
+    """Train a run to its end while faults happen, and return what was seen.
 
-    Faults that would come after `CALM_AT_END` of its rounds are left out: whoever is away at the end has missed it.
-    data: a prepared corpus, with `settings` that go with it; by default the storm's own. name: of the run in
-    params.yaml. mbit_per_s: of each replica's link.
+    Faults that would come after the share `CALM_AT_END` of its rounds are left out, as a replica that is away at the
+    end has missed it. Raises RuntimeError where a process fails by itself, or the log and the run have other rounds.
+
+    steps: how many the run has. schedule: the faults, from the first committed round on. work: a folder for the corpus
+    and the run. data: a prepared corpus, with `settings` that go with it; by default the storm's own. name: the run in
+    params.yaml, as words of the command line. mbit_per_s: the rate of each replica's link.
     """
     data, out, rounds_file = data or corpus(work / "data"), work / "run", work / "rounds.jsonl"
     settings = (SETTINGS | DILOCO if settings is None else dict(settings)) | {"train.steps": steps}
@@ -374,12 +405,15 @@ def run(
 
 
 def found(name: str, results: Path = RESULTS) -> dict[str, Any]:
-    """Return what was seen in the "calm" or in the "storm"."""
+    """Return what was seen in the "calm" or in the "storm", as `run` has returned it, from a folder of results."""
     return json.loads((results / f"{name}.json").read_text())
 
 
 def returns(seen: dict[str, Any], kind: str = "") -> list[float]:
-    """Return the seconds from the end of each fault (of a kind) until its slot was in a round again."""
+    """Return the seconds from the end of each fault until its slot was in a round again.
+
+    kind: that of the faults, "" for all. A fault whose slot never was in a round again is left out.
+    """
     out = []
     for fault in seen["faults"]:
         over = fault["at"] + fault["seconds"]
@@ -390,12 +424,12 @@ def returns(seen: dict[str, Any], kind: str = "") -> list[float]:
 
 
 def present(seen: dict[str, Any]) -> float:
-    """Return which share of all replicas took part in a round, as a mean over rounds."""
+    """Return the share of all replicas that took part in a round, as a mean over rounds."""
     return statistics.mean(len(r["slots"]) for r in seen["rounds"]) / seen["slots"]
 
 
 def participation(seen: dict[str, Any]) -> float:
-    """Return which share of the replicas that were well took part in a round, as a mean over rounds."""
+    """Return the share of the replicas without a fault that took part in a round, as a mean over rounds."""
     shares = []
     for r in seen["rounds"]:
         ill = {f["slot"] for f in seen["faults"] if f["at"] <= r["at"] <= f["at"] + f["seconds"]}
@@ -404,13 +438,13 @@ def participation(seen: dict[str, Any]) -> float:
 
 
 def throughput(seen: dict[str, Any]) -> float:
-    """Return the committed tokens per second, from the first round to the last."""
+    """Return the committed tokens per second, from the end of the first round to that of the last."""
     first, *rest = seen["rounds"]
     return sum(r["tokens"] for r in rest) / (rest[-1]["at"] - first["at"])
 
 
 def loss_at(seen: dict[str, Any], tokens: float) -> float:
-    """Return the validation loss when so many tokens were in committed rounds, along a line between two evaluations."""
+    """Return the validation loss after so many committed tokens, on the line between the two evaluations around it."""
     after = [0, *itertools.accumulate(r["tokens"] for r in seen["rounds"])]
     curve = {after[rounds]: loss for _, rounds, loss in seen["curve"] if rounds} | {
         after[-1]: statistics.mean(seen["val_loss"])
@@ -419,7 +453,13 @@ def loss_at(seen: dict[str, Any], tokens: float) -> float:
 
 
 def figures(calm: dict[str, Any], storm: dict[str, Any]) -> dict[str, float]:
-    """Set a storm beside the calm: shares are of 1, times in seconds."""
+    """Return the figures of a storm beside the calm.
+
+    minutes: how long the storm took, to its last round. faults_per_hour: how many happened. at_first_attempt,
+    participation, present, recovered (of kills) and tokens_lost: shares from 0 to 1. back_s: the median of the seconds
+    from the end of a kill until its slot was in a round again, NaN without any. throughput, loss, loss_at_equal_tokens
+    and tokens: those of the storm over those of the calm.
+    """
     hours, kills = storm["rounds"][-1]["at"] / 3600, returns(storm, "kill")
     loss, loss_in_calm = (statistics.mean(seen["val_loss"]) for seen in (storm, calm))
     tokens = min(seen["tokens"] for seen in (storm, calm))
@@ -440,7 +480,7 @@ def figures(calm: dict[str, Any], storm: dict[str, Any]) -> dict[str, float]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command line; see the module's docstring."""
+    """Run the command line `argv`, by default the process's own, and return its exit status; see `--help`."""
     parser = argparse.ArgumentParser(prog="python -m pipelines.storm", description=__doc__.split("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     for name in ("calm", "storm", "measure"):

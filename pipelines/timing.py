@@ -1,4 +1,4 @@
-"""The seconds that calls take on a device, side by side: each in its turn, so that a drifting machine slows all."""
+"""Timing of calls on a device, which take turns, so that a machine whose speed drifts slows all of them alike."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 
 
 def wait(device: torch.device) -> None:
-    """Wait for what has been queued on a device."""
+    """Wait until a GPU has done all work that is queued on it; return at once for another device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds that a call takes on a device, from an empty queue to an empty queue."""
+    """Return the seconds that a call takes on a device, from an empty queue until the queue is empty again."""
     wait(device)
     begin = time.perf_counter()
     call()
@@ -24,6 +24,9 @@ def seconds(call: Callable[[], object], device: torch.device) -> float:
 
 
 def in_turns(calls: list[Callable[[], object]], times: int, device: torch.device) -> list[tuple[float, ...]]:
-    """Make some calls one after the other, `times` times, after two turns that warm up; return each turn's seconds."""
+    """Make some calls one after the other, `times` times, and return the seconds of each call in each turn.
+
+    Two turns more go before, which warm up and are not returned.
+    """
     turns = [tuple(seconds(call, device) for call in calls) for _ in range(times + 2)]
     return turns[2:]

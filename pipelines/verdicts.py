@@ -31,11 +31,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-#: What counts as small, of a probability that is corrected.
+#: The corrected probability below which one counts as small.
 LEVEL = 0.05
-#: Within what factor of the paper's an effect is the paper's.
+#: The factor of a paper's effect, up or down, within which an effect counts as the paper's.
 FACTOR = 2.0
-#: By how much of the loss two methods may differ, by default, and be "as good": d of 1 %.
+#: The difference d up to which two methods are "as good", by default: 1 % of the loss.
 MARGIN = 0.01
 OUTCOMES = BORNE_OUT, DIRECTION, NOT_BORNE_OUT, NOT_RESOLVED, OUTSIDE = (
     "Borne out",
@@ -47,7 +47,10 @@ OUTCOMES = BORNE_OUT, DIRECTION, NOT_BORNE_OUT, NOT_RESOLVED, OUTSIDE = (
 
 
 def student(t: float, freedom: int) -> float:
-    """P(T < t) of Student's t, by its finite series (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
+    """Return P(T < t) of Student's t, by its finite series (Abramowitz and Stegun, 26.7.3 and 26.7.4).
+
+    Raises ValueError where there is no degree of freedom.
+    """
     if freedom < 1:
         raise ValueError(f"Student's t needs 1 degree of freedom or more, got {freedom}")
     if math.isinf(t):
@@ -63,7 +66,10 @@ def student(t: float, freedom: int) -> float:
 
 
 def quantile(probability: float, freedom: int) -> float:
-    """The t below which Student's t lies with a probability, by bisection."""
+    """Return the t below which Student's t lies with a probability, by bisection.
+
+    Raises ValueError where the probability is not between 0 and 1, or there is no degree of freedom.
+    """
     if not 0 < probability < 1:
         raise ValueError(f"a quantile is of a probability within 0 and 1, got {probability}")
     low, high = -math.pi / 2, math.pi / 2
@@ -74,7 +80,7 @@ def quantile(probability: float, freedom: int) -> float:
 
 
 class Likely(NamedTuple):
-    """A likely value, and the ends of its 95 % interval, which are NaN where nothing tells an error."""
+    """A likely value, and the ends of its 95 % interval, which are NaN where its error is unknown."""
 
     value: float
     low: float
@@ -82,27 +88,33 @@ class Likely(NamedTuple):
 
     @classmethod
     def around(cls, value: float, error: float, freedom: int) -> Likely:
-        """Return a value with the interval of Student's t of its standard error; without a degree of freedom, NaN."""
+        """Return a value with its 95 % interval, by Student's t, from its standard error.
+
+        The ends are NaN where there is no degree of freedom.
+        """
         off = quantile(0.975, freedom) * error if freedom else math.nan
         return cls(value, value - off, value + off)
 
     def percent(self) -> Likely:
-        """Return d = ln(a / b) as percentages of the loss."""
+        """Return the value and the ends, each a difference d = ln(a / b), as percentages of the loss, 100 (e^d - 1)."""
         return Likely(*(100 * math.expm1(d) for d in self))
 
 
-#: Nothing was run, or there is no such value.
+#: What stands where nothing was run, or where there is no such value.
 NOTHING = Likely(math.nan, math.nan, math.nan)
 
 
 def log_ratios(a: Mapping[int, float], b: Mapping[int, float]) -> list[float]:
-    """Return ln(a / b) of the seeds that both sides have, in their order."""
+    """Return ln(a / b) of the losses of each seed that both sides have, in the order of seeds."""
     return [math.log(a[seed] / b[seed]) for seed in sorted(a.keys() & b.keys())]
 
 
 @dataclass(frozen=True)
 class Paired:
-    """Differences of pairs of runs: how many, their mean and deviation. d = ln(a / b), so 0.01 is 1 % of the loss."""
+    """The differences d = ln(a / b) of pairs of runs, of which 0.01 is 1 % of the loss.
+
+    seeds: the number of pairs. mean: that of d. deviation: the standard deviation of d; NaN for one seed.
+    """
 
     seeds: int
     mean: float
@@ -110,13 +122,19 @@ class Paired:
 
     @classmethod
     def of(cls, a: Mapping[int, float], b: Mapping[int, float]) -> Paired:
-        """Pair losses by their seeds; those that only one side has are left out. Raises ValueError without any pair."""
+        """Pair two groups of losses by their seeds; seeds that only one group has are left out.
+
+        Raises ValueError where there is no pair.
+        """
         if not (found := log_ratios(a, b)):
             raise ValueError(f"no seed is of both sides: {sorted(a)} and {sorted(b)}")
         return cls(len(found), statistics.mean(found), statistics.stdev(found) if len(found) > 1 else math.nan)
 
     def below(self, bound: float) -> float:
-        """The probability of a mean as low as this one or lower, where the true one is `bound`; NaN for one seed."""
+        """Return the probability of a mean as low as this one or lower, where the true one is `bound`.
+
+        It is NaN for one seed.
+        """
         if self.seeds < 2:
             return math.nan
         apart = self.mean - bound
@@ -126,21 +144,21 @@ class Paired:
 
     @property
     def likely(self) -> Likely:
-        """The mean with its interval, which one seed has not."""
+        """The mean with its 95 % interval, whose ends are NaN for one seed."""
         return Likely.around(self.mean, self.deviation / math.sqrt(self.seeds), self.seeds - 1)
 
     def percent(self) -> Likely:
-        """The mean with its interval as percentages of the loss."""
+        """Return the mean with its 95 % interval, as percentages of the loss."""
         return self.likely.percent()
 
 
 @dataclass(frozen=True)
 class Unpaired:
-    """The difference of the means of two groups of runs, which need no seed in common. It judges nothing.
+    """The difference of the means of two groups of runs, which need no seed in common; no claim is judged by it.
 
-    Where losses of one seed have nothing in common, all runs of either side say more than the pairs do. mean: of
-    ln(a) less that of ln(b). error: the standard error of that; NaN where a side has one run. freedom: Welch's degrees
-    of freedom, rounded down.
+    Where losses of one seed have nothing in common, all runs of both sides say more than the pairs do. mean: the mean
+    of ln(a) less that of ln(b). error: its standard error; NaN where a side has one run. freedom: Welch's degrees of
+    freedom, rounded down; 0 where a side has one run.
     """
 
     mean: float
@@ -149,7 +167,7 @@ class Unpaired:
 
     @classmethod
     def of(cls, a: Mapping[int, float], b: Mapping[int, float]) -> Unpaired:
-        """Take the losses of two groups, by seed. Raises ValueError where one of them is empty."""
+        """Return the difference of two groups of losses, by seed. Raises ValueError where one of them is empty."""
         if not a or not b:
             raise ValueError(f"a difference of means is of runs on both sides, got {len(a)} and {len(b)}")
         logs = [[math.log(loss) for loss in some.values()] for some in (a, b)]
@@ -163,13 +181,16 @@ class Unpaired:
         return cls(mean, math.sqrt(sum(squares)), int(sum(squares) ** 2 / shares + 1e-9))
 
     def percent(self) -> Likely:
-        """The difference with its interval as percentages of the loss."""
+        """Return the difference with its 95 % interval, as percentages of the loss."""
         return Likely.around(self.mean, self.error, self.freedom).percent()
 
 
 @dataclass(frozen=True)
 class Regime:
-    """What runs were, or what a claim needs of them. Without local updates the rounds are infinite."""
+    """The numbers of seeds, outer rounds and tokens that runs had, or that a claim needs of them.
+
+    Without local updates the rounds are infinite.
+    """
 
     seeds: float = 0
     rounds: float = 0
@@ -177,11 +198,11 @@ class Regime:
     tokens_per_replica_and_step: float = 0
 
     def least(self, other: Regime) -> Regime:
-        """Return the smaller of each."""
+        """Return the regime with the smaller of both in each number."""
         return Regime(*(min(getattr(self, f.name), getattr(other, f.name)) for f in dataclasses.fields(self)))
 
     def lacks(self, needed: Regime) -> str:
-        """Say what is too little, "2 of 3 seeds, 37 of 100 rounds"; "" where nothing is."""
+        """Return what is too little, as "2 of 3 seeds, 37 of 100 rounds"; "" where nothing is."""
         short = []
         for field in dataclasses.fields(self):
             there, asked = getattr(self, field.name), getattr(needed, field.name)
@@ -190,7 +211,7 @@ class Regime:
         return ", ".join(short)
 
 
-#: What a paper's main claims need of our runs; and what its ablations do, of which the papers' own are short too. Two
+#: What a paper's main claims need of our runs, and what its ablations need, which are short in the papers too. Two
 #: pairs that agree by chance would have next to no deviation, so that three are needed.
 HEADLINE = Regime(3, 100, 19, 512)
 ABLATION = Regime(3, 40, 19, 512)
@@ -198,12 +219,13 @@ ABLATION = Regime(3, 40, 19, 512)
 
 @dataclass(frozen=True)
 class Evidence:
-    """The probabilities with which runs speak for a claim and against it, before any correction.
+    """The probabilities by which runs speak for a claim and against it, before any correction.
 
-    Both are NaN where there is one seed, which says nothing.
+    p_for: that of seeing this where the claim does not hold. p_against: that of seeing this where it does. Small ones
+    speak; both are NaN where there is one seed, which says nothing.
 
-    effect: the size of what was seen, in the units of the paper's; None where a claim has no size. regime: what the
-    runs were; None for what needs none.
+    effect: the size of what was seen, in the units of the paper's; None where it has no size. regime: that of the runs;
+    None for what needs no runs.
     """
 
     p_for: float
@@ -213,20 +235,20 @@ class Evidence:
 
     @property
     def is_certain(self) -> bool:
-        """Whether it is a fact, or as good as one: probabilities of 0 or 1, which no correction changes."""
+        """Tell whether it is a fact, or as good as one: its probabilities are 0 or 1, which no correction changes."""
         return {self.p_for, self.p_against} <= {0.0, 1.0}
 
 
 def lower(pairs: Paired, by: float = 0.0) -> Evidence:
-    """Evidence that a is lower than b, by more than d = `by`, from either tail; its effect is 1 - a / b."""
+    """Return evidence that a is lower than b, by more than d = `by`, from either tail; its effect is 1 - a / b."""
     tail = pairs.below(-by)
     return Evidence(_twice(tail), _twice(1 - tail), 1 - math.exp(pairs.mean))
 
 
 def equal(pairs: Paired, margin: float) -> Evidence:
-    """Evidence that a and b differ by less than a margin (two one-sided tests).
+    """Return evidence that a and b differ by less than a margin (two one-sided tests).
 
-    Against it are both tails beyond what was seen, where the true difference is the margin: there are two chances.
+    Against it speak both tails beyond what was seen, where the true difference is the margin: there are two chances.
     """
     under, over = pairs.below(margin), 1 - pairs.below(-margin)
     seen = dataclasses.replace(pairs, mean=abs(pairs.mean))
@@ -234,20 +256,20 @@ def equal(pairs: Paired, margin: float) -> Evidence:
 
 
 def no_worse(pairs: Paired, margin: float = 0.0) -> Evidence:
-    """Evidence that a is above b by less than a margin."""
+    """Return evidence that a is above b by less than a margin, or below it."""
     tail = pairs.below(margin)
     return Evidence(tail, 1 - tail)
 
 
 def fact(holds: bool) -> Evidence:
-    """What needs no seeds: a closed form, a simulation, a count."""
+    """Return evidence from what needs no seeds, as a closed form, a simulation or a count: it holds, or it does not."""
     return Evidence(float(not holds), float(holds))
 
 
 def each(shown: Mapping[int, bool]) -> Evidence:
-    """Evidence of what a run shows by itself, seed by seed, such as a rank: for it if all do, against it if none does.
+    """Return evidence of what a run shows by itself, such as a rank: for it if all seeds do, against it if none does.
 
-    Neither where only some do, and NaN of one seed.
+    It is neither where only some do, and NaN for fewer than two seeds.
     """
     if len(shown) < 2:
         return Evidence(math.nan, math.nan)
@@ -255,10 +277,11 @@ def each(shown: Mapping[int, bool]) -> Evidence:
 
 
 def together(*parts: Evidence) -> Evidence:
-    """Evidence that all parts hold: the weakest for it, and the strongest against it, corrected for their number.
+    """Return evidence that all parts hold.
 
-    Where one part is of one seed, so is the whole; its regime is the least of theirs, its effect the mean of theirs, if
-    all have one.
+    Evidence for it is the weakest of the parts', and evidence against it the strongest, corrected for their number.
+    Both are NaN where those of a part are, as of one seed. The regime is the least of the parts', and the effect the
+    mean of theirs, None unless all have one. Raises ValueError where there is no part.
     """
     if not parts:
         raise ValueError("nothing to judge together")
@@ -278,12 +301,12 @@ def _twice(p: float) -> float:
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim of a paper, and what we saw.
+    """A claim of a paper, and what was seen of it.
 
     Attributes:
         text: what the paper claims, as a sentence without its full stop; its own numbers in brackets.
         seen: what was seen: our numbers, as a sentence without its full stop.
-        evidence: for it and against it; None where one of its rows has no run.
+        evidence: what speaks for it and against it; None where one of its rows has no run.
         published: the size that the paper prints, in the units of the evidence's effect; None where it has none.
         criterion: when it is called borne out, where that does not go without saying.
         needs: what it needs of the runs, where its evidence is of runs.
@@ -302,7 +325,7 @@ class Claim:
 
     @property
     def outside(self) -> str:
-        """Why nothing is judged; "" where it is."""
+        """The reason why the claim is not judged; "" where it is."""
         if self.apart or self.evidence is None:
             return self.apart or "nothing was run for it"
         lacks = self.evidence.regime.lacks(self.needs) if self.evidence.regime else ""
@@ -310,7 +333,7 @@ class Claim:
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Claim:
-        """Read a claim from the record that `record` made."""
+        """Return the claim of which `record` has made a record."""
         told = dict(record)
         if told["evidence"] is not None:
             evidence = {k: math.nan if v is None and k.startswith("p_") else v for k, v in told["evidence"].items()}
@@ -319,7 +342,7 @@ class Claim:
         return cls(**told | {"needs": Regime(**told["needs"])})
 
     def record(self) -> dict[str, Any]:
-        """Return the claim as what JSON knows: no NaN and no infinity, but None and "inf"."""
+        """Return the claim as a dictionary for JSON, with None in place of NaN, and "inf" in place of infinity."""
 
         def plain(value: Any) -> Any:
             if isinstance(value, dict):
@@ -332,7 +355,7 @@ class Claim:
 
 
 def holm(found: Sequence[float]) -> list[float]:
-    """Holm's correction: the probabilities in their order, as they are among so many. NaN stays, and does not count."""
+    """Return probabilities, in their order, with Holm's correction for their number; NaN stays, and does not count."""
     counted = sorted((p, i) for i, p in enumerate(found) if not math.isnan(p))
     out, highest = list(found), 0.0
     for rank, (p, i) in enumerate(counted):
@@ -343,7 +366,7 @@ def holm(found: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class Corrected:
-    """The two probabilities of a claim's evidence, corrected as one of so many tests of its paper."""
+    """The two probabilities of a claim's evidence, corrected as one of `tests` tests of its paper."""
 
     p_for: float
     p_against: float
@@ -351,9 +374,9 @@ class Corrected:
 
 
 def corrected(claims: Sequence[Claim]) -> list[Corrected | None]:
-    """Correct the claims of a page, those of each paper for their number; None for what is no test of any.
+    """Return the corrected probabilities of each claim of a page, those of each paper for the number of its tests.
 
-    Neither facts nor what is outside the regime count among the tests.
+    Facts, and claims outside the regime, are no tests; they have None.
     """
     papers: dict[str, list[int]] = {}
     for i, claim in enumerate(claims):

@@ -341,6 +341,8 @@ def test_only_what_is_not_known_is_predicted_and_but_once(three_rungs: Ladder) -
     assert not register(three_rungs, "a")
     assert register(three_rungs, PUBLISHED)
     assert not register(three_rungs, PUBLISHED)
+    with pytest.raises(ConfigError, match=r"nothing is predicted of demo/m2 at published: it must be one of \w+/\w+, "):
+        register(LADDER, PUBLISHED, ["demo/m2"])  # of which several sizes are published
     after = three_rungs.read_predictions()
     assert list(after) == ["c", "noloco/small"]
     assert after["c"] == told["c"]

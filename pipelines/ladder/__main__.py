@@ -1,12 +1,12 @@
-"""The command of the ladder.
+"""Prepare, tune, predict and train the points of the ladder, and say what is done.
 
-    python -m pipelines.ladder prepare        prepare its corpus, and train its probes; with "headline" after it, those
+    python -m pipelines.ladder prepare        prepare the corpora, and train the probes; with "headline" after it, those
                                               of the headline's rows alone
     python -m pipelines.ladder tune 0.12M     tune all rows of a rung, or those that are named after it
     python -m pipelines.ladder train 0.12M    train its results with what tuning found, or those of the rows named
     python -m pipelines.ladder predict 1.05M  register what is expected of a rung, or of the rows named, before they
                                               have a point there
-    python -m pipelines.ladder predict published    and of the papers' smallest sizes
+    python -m pipelines.ladder predict published    register what is expected at the papers' smallest sizes
     python -m pipelines.ladder list           say what is done
     python -m pipelines.ladder headline       train the headline's points anew, into build/ladder/headline
 
@@ -34,7 +34,7 @@ from pipelines.project import load_params, record_seconds
 
 
 def prepare(ladder: Ladder, *, headline: bool = False) -> None:
-    """Prepare the corpora and train the probes, as far as that has not been done; one command of a checkout at a time.
+    """Prepare the corpora and train the probes, as far as that has not been done; other commands of a checkout wait.
 
     headline: train the probes of the headline's rows alone, and write what its points are made from into
     headline-made-from.json of the build folder.
@@ -61,7 +61,10 @@ def _prepare(ladder: Ladder, headline: bool) -> None:
 
 
 def link_rungs(ladder: Ladder) -> None:
-    """Let all rungs read the shards of the first. Raises ConfigError where their settings differ."""
+    """Link the corpora of all rungs to those of the first, whose shards all of them read.
+
+    Raises ConfigError where the settings of their corpora differ.
+    """
     for corpus in ladder.params["corpora"]:
         first, others = ladder.first_rung, ladder.params["scales"].keys() - {SCALE, ladder.first_rung}
         folder, config = ladder.project.data_dir(corpus, first), ladder.project.corpus_configs(corpus, scale=first)
@@ -77,8 +80,8 @@ def link_rungs(ladder: Ladder) -> None:
 def train(ladder: Ladder, rung: str, workers: Workers, rows: Collection[str] = ()) -> None:
     """Train the results of a rung that are not done, the headline's rows first; remove those that the plan has not.
 
-    rows: those to train, all by default; else nothing is removed. Raises ConfigError for a row that wants to be
-    predicted first, or tuned.
+    rows: those to train, by default all; where some are named, nothing is removed. Raises ConfigError for a row that
+    must be predicted or tuned first, and RuntimeError where a point fails or the workers are told to stop.
     """
     ladder.check_registered(rung, rows)
     points = ladder.results_at(rung, rows)
@@ -95,7 +98,10 @@ def train(ladder: Ladder, rung: str, workers: Workers, rows: Collection[str] = (
 
 
 def listed(ladder: Ladder) -> str:
-    """Return what is done as text: of each rung and row the trials, and the points with their mean loss."""
+    """Return what is done as a table of text, with a line for each rung and row.
+
+    A line has the number of trials, the number of points, and the mean loss of these.
+    """
     lines = [f"{'rung':8}{'row':30}{'trials':>7}{'points':>9}   mean loss"]
     rows = ladder.plan.rows
     lines += [_line(ladder, rung, rows[name]) for rung in ladder.plan.rungs.values() for name in rung.rows]
@@ -111,7 +117,7 @@ def _line(ladder: Ladder, rung: Rung, row: Row) -> str:
 
 
 def main(argv: list[str] | None = None, ladder: Ladder = LADDER) -> int:
-    """Command line; see `--help`."""
+    """Run the command line `argv`, by default the process's own, and return its exit status; see `--help`."""
     parser = argparse.ArgumentParser(prog="python -m pipelines.ladder", description=__doc__.split("\n")[0])
     parser.add_argument("what", choices=("prepare", "tune", "train", "predict", "list", "headline"))
     parser.add_argument("rung", nargs="?", help="of plan.yaml, for tune, train and predict")

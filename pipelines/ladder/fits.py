@@ -1,4 +1,4 @@
-"""Gaps on the ladder: what a method loses to data-parallel training, how that falls with size, and what is predicted.
+"""Gaps on the ladder: what methods lose to data-parallel training, how that falls with size, and what is predicted.
 
 A gap is d = ln(loss / data-parallel's), paired by seeds (`verdicts.Paired`), against the data-parallel row of the same
 batch and number of steps. Over sizes it is fitted by least squares on all pairs at once,
@@ -13,6 +13,7 @@ prediction is for a range of alpha.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -30,19 +31,19 @@ from pipelines.ladder.plan import PUBLISHED, Ladder, Rung, base_of, write_whole
 from pipelines.report import Comparison, published, regime_of, span
 from pipelines.verdicts import Likely, Paired, Regime, Unpaired, log_ratios, student
 
-#: Exponents of the law of loss: the likely one, as of published fits, and the highest; the lowest leaves no floor.
+#: Exponents of the law of loss: the likely one, as in published fits, and the highest; the lowest leaves no floor.
 LIKELY, HIGHEST = 0.34, 0.6
 
 
-#: A note below tables of gaps.
+#: A note for tables of gaps.
 OF_SEED_0 = (
     "Seed 0 is the run by which tuning chose the rates (there its loss was taken on other text), so it is likely to be"
     " better than other seeds; rows of one seed are that seed."
 )
 
 
-#: Each paper's main row, and that of all four, with its name in prose: the README tells of these, and their lines are
-#: carried beyond our sizes.
+#: The main row of each paper, and that of all four together, with their names in prose: the README tells of these rows,
+#: and their lines are carried beyond our sizes.
 MAIN_ROWS = {
     "diloco/m2": "DiLoCo on 2 replicas",
     "streaming/h30": "Streaming DiLoCo",
@@ -51,13 +52,16 @@ MAIN_ROWS = {
     "protocol/quarter": "a subspace of a quarter of the width",
     "together/all": "all four at once",
 }
-#: Pairs of a line whose band is drawn: that of fewer fills a figure.
+#: The fewest pairs of a line that is drawn with its band: the band of fewer would fill a figure.
 BAND_PAIRS = 6
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A row of the ladder at a rung: losses by seed, those of data-parallel training, and what the runs were."""
+    """A row of the ladder at a rung: its losses by seed, those of data-parallel training, and what the runs were.
+
+    base: the losses of the data-parallel row against which its gap is taken.
+    """
 
     row: str
     rung: str
@@ -71,35 +75,41 @@ class Cell:
 
     @property
     def pairs(self) -> Paired:
-        """The gap, seed by seed."""
+        """The gap as differences of pairs of runs, by their seeds."""
         return Paired.of(self.losses, self.base)
 
     @property
     def gaps(self) -> list[float]:
-        """Each seed's gap."""
+        """The gap of each pair, ln(loss / data-parallel's), in the order of seeds."""
         return log_ratios(self.losses, self.base)
 
     @property
     def means(self) -> Unpaired:
-        """The gap of the mean of all its runs to that of all runs of data-parallel training."""
+        """The gap of the mean of all its runs to the mean of all runs of data-parallel training."""
         return Unpaired.of(self.losses, self.base)
 
     @property
     def bar(self) -> tuple[float, float]:
-        """The ends of its bar in a figure, in %: of the 95 % interval; of two pairs, each of them. NaN of one pair."""
+        """The ends of its bar in a figure, in % of the loss: those of the 95 % interval.
+
+        They are the gaps of both pairs where there are two, and NaN where there is one.
+        """
         _, low, high = self.pairs.percent()
         ends = [100 * math.expm1(gap) for gap in sorted(self.gaps)]
         return (ends[0], ends[1]) if len(ends) == 2 else (low, high)  # two have an interval of 13 deviations
 
     @property
     def regime(self) -> Regime:
-        """The regime of its pairs: their number of seeds, rounds, and tokens per parameter and per replica and step."""
+        """The regime of its pairs: numbers of seeds and rounds, and tokens per parameter and per replica and step."""
         step = self.tokens_per_replica_and_step
         return Regime(len(self.gaps), self.rounds, self.tokens_per_parameter, step)
 
 
 def read_cells(ladder: Ladder) -> list[Cell]:
-    """All rows of which there are points, data-parallel's included, rung by rung, as they stand in git."""
+    """Return the cells of all rows that have points, data-parallel training's included, rung by rung, from git.
+
+    A row that has no seed in common with its data-parallel row is left out.
+    """
     found = []
     for rung in ladder.plan.rungs.values():
         outcomes = {name: ladder.outcomes(rung.name, name) for name in rung.rows}
@@ -121,14 +131,14 @@ def at_their_best(
 ) -> tuple[str, Comparison]:
     """Return the largest rung that has enough seeds of all of some rows, and their runs there, side by side.
 
-    Ask for the rows that one claim compares: with more of them it waits for the last. Each is at what tuning found.
+    Name only rows that one claim compares: each further row may leave a smaller rung. Each is at what tuning found.
 
     Args:
         ladder: whose points are read.
-        rows: key of the comparison -> row; or rows, which are their own keys.
+        rows: the rows by their keys in the comparison; or rows, which are their own keys.
         seeds: how many all rows must have in common; of several numbers the first that some rung has. By default three
             where there are three, as the interval of two pairs is more than three times as wide.
-        at: look at this rung alone.
+        at: the only rung to look at; by default all.
 
     Raises:
         ConfigError: no rung has them.
@@ -149,18 +159,18 @@ def at_their_best(
 def each_at_its_best(
     ladder: Ladder, against: Mapping[str, str], *, seeds: int | Sequence[int] = (3, 2)
 ) -> dict[str, Comparison]:
-    """Return rows, each at the largest rung that has enough seeds of it and of what it is held against.
+    """Return runs of rows, each at the largest rung that has enough seeds of it and of what it is held against.
 
     Args:
         ladder: whose points are read.
-        against: row -> the row that it is held against.
+        against: the row that each row is held against, by the latter.
         seeds: how many both must have in common (see `at_their_best`).
 
     Returns:
-        rung -> the runs of the rows whose place is there, and of what they are held against; from small to large.
+        By rung, from small to large, the runs of the rows whose place is there, and of what they are held against.
 
     Raises:
-        ConfigError: of one of them no rung has both.
+        ConfigError: no rung has both rows of a pair.
     """
     places = {row: at_their_best(ladder, (row, base), seeds=seeds)[0] for row, base in against.items()}
     found = {}
@@ -182,9 +192,10 @@ def _runs_at(ladder: Ladder, rung: Rung, rows: Collection[str]) -> dict[str, lis
 def gap_rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
     """Return the rows of gaps.csv: each cell's means over its pairs, and its gap in % of the loss with a 95 % interval.
 
-    Data-parallel training, against which gaps are, is left out. Rounds are NaN of what exchanges no parameters. Beside
-    the gap of pairs stands that of the means of all runs of either side (`means_`). Tuning chose by the run of seed 0
-    (on other text), so that the gap of the other seeds stands beside that of all; it is NaN where there are none.
+    Data-parallel training, to which gaps are taken, is left out. Rounds are NaN where no parameters are exchanged.
+    Beside the gap of pairs stands that of the means of all runs of both sides (`means_`). Tuning chose by the run of
+    seed 0 (on other text), so that the gap without that seed stands beside that of all; it is NaN where there is no
+    other seed.
     """
     found = []
     for cell in cells:
@@ -217,7 +228,7 @@ def gap_rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
 
 
 def read_trials(ladder: Ladder) -> list[dict[str, Any]]:
-    """Return all trials that are done: "rung", "row", "val_loss" (None where it diverged), and their lines' values."""
+    """Return all trials that are done: their "rung", "row", "val_loss" (None where they diverged) and lines' values."""
     found = []
     for file in sorted((ladder.results / "tuning").rglob("*.json")):
         outcome = json.loads(file.read_text())
@@ -227,10 +238,10 @@ def read_trials(ladder: Ladder) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Fit:
-    """Gaps against size: d = at_one + slope ln N, by least squares.
+    """A fit of gaps d to sizes N: d = at_one + slope ln N, by least squares.
 
-    Attributes: `deviation` of a single pair about the line, with `freedom` degrees; `centre` and `square`, the mean and
-    the sum of squares of ln N about it; `count` of pairs.
+    Attributes: `deviation` of a single pair about the line, with `freedom` degrees of freedom; `centre` and `square`,
+    the mean of ln N and the sum of its squares about that; `count` of pairs.
     """
 
     at_one: float
@@ -243,7 +254,10 @@ class Fit:
 
     @classmethod
     def of(cls, sizes: ArrayLike, gaps: ArrayLike) -> Fit:
-        """Fit gaps at sizes N, a value for each pair. Raises ValueError for fewer than 3 pairs, or a single size."""
+        """Fit gaps at sizes N, one of each for each pair.
+
+        Raises ValueError where there are fewer than 3 pairs, or there is a single size.
+        """
         x, d = np.log(np.asarray(sizes, float)), np.asarray(gaps, float)
         if len(x) < 3 or np.ptp(x) == 0:
             raise ValueError(f"a slope needs 3 pairs and 2 sizes, got {len(x)} and {len(np.unique(x))}")
@@ -255,37 +269,40 @@ class Fit:
 
     @property
     def p_falls(self) -> float:
-        """The probability of a slope as steep as this, or steeper downwards, where there is none (one-sided)."""
+        """The probability of a slope as low as this or lower where the true one is 0 (one-sided)."""
         if self.deviation == 0:
             return float(self.slope >= 0)
         return student(self.slope * math.sqrt(self.square) / self.deviation, self.freedom)
 
     def per_decade(self) -> Likely:
-        """The slope in % of the loss for each factor of 10 in size."""
+        """Return the slope, with its 95 % interval, in % of the loss for each factor of 10 in size."""
         slope = Likely.around(self.slope, self.deviation / math.sqrt(self.square), self.freedom)
         return Likely(*(100 * math.log(10) * value for value in slope))
 
     def at(self, size: float, *, seeds: float = math.inf) -> Likely:
-        """The gap at a size, of the line itself, or of the mean of so many new `seeds`."""
+        """Return the gap at a size with its 95 % interval: that of the line itself, or of the mean of new seeds.
+
+        seeds: how many new ones; infinite for the line itself.
+        """
         return Likely.around(self.at_one + self.slope * math.log(size), self.error(size, seeds=seeds), self.freedom)
 
     def error(self, size: float, *, seeds: float = math.inf) -> float:
-        """Return the standard error at a size, of the line itself, or of the mean of so many new `seeds`."""
+        """Return the standard error of the gap at a size; `seeds` as in `at`."""
         apart = (math.log(size) - self.centre) ** 2 / self.square
         return self.deviation * math.sqrt(1 / self.count + apart + 1 / seeds)
 
 
 def fit_row(cells: Sequence[Cell], row: str) -> Fit:
-    """Fit the gaps of a row over all its sizes."""
+    """Fit the gaps of a row over all its sizes. Raises ValueError where these, or its pairs, are too few."""
     pairs = [(c.parameters, gap) for c in cells if c.row == row for gap in c.gaps]
     return Fit.of(*zip(*pairs, strict=True)) if pairs else Fit.of([], [])
 
 
 def shared_variance(cells: Sequence[Cell]) -> float:
-    """Return which share of the variance of gaps over seeds is common to rows that are held against the same runs.
+    """Return the share of the variance of gaps over seeds that is common to rows that are held against the same runs.
 
-    It is their covariance over their variance, in the mean of all pairs of rows, of the seeds that all have; none is
-    below 0. NaN of one row, or of fewer than two seeds.
+    It is their covariance over their variance, in the mean of all pairs of rows, over the seeds that all have; a share
+    below 0 counts as 0. It is NaN for one row, or for fewer than two seeds.
     """
     seeds = set.intersection(*(cell.losses.keys() & cell.base.keys() for cell in cells)) if cells else set()
     if len(cells) < 2 or len(seeds) < 2:
@@ -296,10 +313,10 @@ def shared_variance(cells: Sequence[Cell]) -> float:
 
 
 def pair_correlation(cells: Sequence[Cell]) -> float:
-    """Return the correlation of losses with those of one seed that they are held against, pooled over rows.
+    """Return the correlation of losses with the losses of the same seed that they are held against, pooled over rows.
 
     It is the sum of the rows' covariances over the geometric mean of both sums of variances; where it is 0, pairs say
-    no more than means do. NaN where no row has three pairs.
+    no more than means do. Rows of fewer than three pairs are left out; it is NaN where no row is left.
     """
     products = np.zeros(3)
     for cell in cells:
@@ -312,14 +329,17 @@ def pair_correlation(cells: Sequence[Cell]) -> float:
 
 
 def several(cells: Sequence[Cell]) -> list[Cell]:
-    """Return the cells of two seeds or more whose rows have such cells at two sizes, so that a line has a band."""
+    """Return the cells of two seeds or more whose rows have such cells at several sizes, so that a line has a band."""
     some = [cell for cell in cells if len(cell.gaps) >= 2]
     sizes = {row: {cell.parameters for cell in some if cell.row == row} for row in {cell.row for cell in some}}
     return [cell for cell in some if len(sizes[cell.row]) > 1]
 
 
 def regimes(cells: Sequence[Cell]) -> list[str]:
-    """Say of each rung what its runs were: a note below a table. Rounds are of the rows that exchange parameters."""
+    """Return a note for a table for each rung, which says what its runs were.
+
+    Its outer rounds are those of the rows that exchange parameters.
+    """
     found = []
     for rung in dict.fromkeys(cell.rung for cell in cells):
         here = [cell for cell in cells if cell.rung == rung]
@@ -334,15 +354,16 @@ def regimes(cells: Sequence[Cell]) -> list[str]:
 
 
 def labelled_size(name: str) -> float:
-    """The parameters of a size that is named by them, "35m" or "1b"."""
+    """Return the number of parameters of a size that is named by it, as "35m" or "1b"."""
     return float(name[:-1]) * {"m": 1e6, "b": 1e9}[name[-1]]
 
 
 def published_gaps() -> list[dict[str, Any]]:
-    """Return the gaps of methods to data-parallel training that are printed, and those of a test by others.
+    """Return the gaps of methods to data-parallel training that papers print, and those of a test by others.
 
-    Columns: method (its run of the ladder), told (what and whose it is), parameters, ratio (D / k of a subspace, else
-    NaN), gap_pct (of the loss; of printed perplexities that is their logarithm). Of slices no number is left.
+    Columns: method (its run of the ladder), told (what and whose it is), parameters, ratio (D / k of that test's
+    subspaces, else NaN), gap_pct (in % of the loss, which is the logarithm of printed perplexities). Slices have none,
+    as the numbers that their paper prints could not be read.
     """
     found: list[dict[str, Any]] = []
 
@@ -374,7 +395,10 @@ def published_gaps() -> list[dict[str, Any]]:
 
 
 def loss_at(size: float, sizes: Sequence[float], losses: Sequence[float], alpha: float | None = None) -> float:
-    """The loss at a size by L = E + A N^-alpha through the two largest of the sizes; by default without a floor E."""
+    """Return the loss at a size by L = E + A N^-alpha through the losses at the two largest of some sizes.
+
+    alpha: by default the one that leaves no floor E. Raises ConfigError where there are fewer than two sizes.
+    """
     if len(sizes) < 2:
         raise ConfigError(f"a loss at {size:,.0f} parameters wants those of two smaller sizes, got {len(sizes)}")
     (n1, l1), (n2, l2) = sorted(zip(sizes, losses, strict=True))[-2:]
@@ -384,10 +408,12 @@ def loss_at(size: float, sizes: Sequence[float], losses: Sequence[float], alpha:
 
 
 def predict(cells: Sequence[Cell], row: str, size: float, *, seeds: float) -> dict[str, Any]:
-    """Predict a row's gap (in % of the loss) and loss at a size from all smaller ones: [likely, low, high] each.
+    """Predict a row's "gap_pct" (in % of the loss) and its "loss" at a size from all smaller ones.
 
-    Intervals are of 95 %: of a gap, of the mean of so many seeds about the fitted line; of data-parallel's loss, the
-    range of exponents; of a method's loss, both. Data-parallel training has no gap.
+    Each is [likely, low, high]. The interval of a gap is that of 95 % for the mean of so many seeds about the fitted
+    line; that of data-parallel training's loss is the range of exponents; that of a method's loss has both.
+    Data-parallel training has no gap. Raises ConfigError where there are fewer than two smaller sizes, and ValueError
+    where pairs are too few to fit.
     """
     smaller = [c for c in cells if c.parameters < size and c.row == row]
     bases = {c.parameters: float(np.mean(list(c.base.values()))) for c in smaller}
@@ -405,18 +431,18 @@ def _percent(gap: float) -> float:
 
 
 def register(ladder: Ladder, what: str, asked: Collection[str] = ()) -> bool:
-    """Add to predictions.yaml what is expected of a rung, or (`PUBLISHED`) at the papers' sizes that plan.yaml names.
+    """Add to predictions.yaml what is expected at a rung, or (`PUBLISHED`) at the papers' sizes that plan.yaml names.
 
-    What has been registered of a row stays as it is; False is returned where that is so of all.
+    What has been registered of a row stays as it is. Tell whether anything was added.
 
     Args:
         ladder: whose points are read.
         what: the name of a rung, or `PUBLISHED`.
-        asked: the rows of which something is expected, all by default.
+        asked: the rows that are predicted, by default all.
 
     Raises:
-        ConfigError: a row has points there already, as what is known is not predicted; or a smaller rung has no pairs
-            of it.
+        ConfigError: a row has points there already, as what is known is not predicted; it is none of those that can be
+            predicted there; or a smaller rung has no pairs of it.
     """
     plan, told = ladder.plan, ladder.read_predictions()
     if what == PUBLISHED:
@@ -428,7 +454,8 @@ def register(ladder: Ladder, what: str, asked: Collection[str] = ()) -> bool:
         sizes = {what: next(iter(ladder.configs(what).values())).model}
     for row in asked:
         if not any(row in some for some in rows.values()):
-            raise ConfigError(f"nothing is predicted of {row} at {what}: it must be one of {', '.join(*rows.values())}")
+            known = dict.fromkeys(itertools.chain(*rows.values()))
+            raise ConfigError(f"nothing is predicted of {row} at {what}: it must be one of {', '.join(known)}")
     missing = {
         name: new
         for name, some in rows.items()
@@ -458,7 +485,7 @@ def register(ladder: Ladder, what: str, asked: Collection[str] = ()) -> bool:
 
 
 def _check_known(ladder: Ladder, cells: Sequence[Cell], rows: Sequence[str], size: float) -> None:
-    """Raise ConfigError where a rung below a size, which has a row, has no pairs of it yet."""
+    """Raise ConfigError where a rung below a size has one of the rows but no pairs of it yet, and needs no GPU."""
     known = {(cell.rung, cell.row) for cell in cells}
     for rung in ladder.plan.rungs.values():
         for row in (row for row in rows if row in rung.rows and not rung.gpu and (rung.name, row) not in known):

@@ -1,7 +1,8 @@
-"""The front: what the ladder's methods lose, against what they send and against the time that it takes on slow links.
+"""The front: what the ladder's methods lose, against the bytes that they send and their time on slow links.
 
 A row is set beside data-parallel training of as many replicas, which sends the mean of its gradients in every step.
-Bytes between replicas are one axis; those between the stages of a pipeline are another, on which most rows send all.
+Bytes between replicas are one axis; those between the stages of a pipeline are another, on which most rows compress
+nothing.
 Times are predicted (`lowcomm.cost.predict`) for the ladder's own runs: replicas that compute as fast as a core that has
 trained data-parallel training's points, on links whose rate is varied. One replica sends nothing.
 """
@@ -78,14 +79,14 @@ ROWS = (
 #: Links whose times are predicted, in Mbit/s, with a latency in ms.
 RATES, LATENCY = (1000, 100, 10, 1), 20.0
 YARDSTICK, MUON = "data_parallel", "muon/batch"
-#: What points call a processor; a GPU has a name.
+#: The devices of points that were trained on a processor's core; a GPU has a name of its own.
 PROCESSORS = ("x86_64", "aarch64", "arm64")
-#: A pipeline, as the rows that are trained as one have it: stages of a replica, and at most so many micro-batches.
+#: A pipeline as the rows that are trained as one have it: the stages of a replica, and the most micro-batches.
 STAGES, MICRO_BATCHES = 2, 4
 
 
 def yardstick(config: RunConfig) -> RunConfig:
-    """Return data-parallel training of as many replicas on the same batch: what a run is set beside."""
+    """Return what a run is set beside: data-parallel training of as many replicas on the same batch."""
     train = dataclasses.replace(config.train, optimizer="adamw", muon_lr=0.0, accumulation=1)
     return dataclasses.replace(config, method=MethodConfig("gradients"), stages=1, train=train)
 
@@ -106,8 +107,8 @@ def piped(config: RunConfig) -> RunConfig:
 def times_fewer(config: RunConfig) -> tuple[float, float]:
     """Return how many times fewer bytes a run sends than data-parallel training over a dense pipeline in fp32.
 
-    Of both axes: (among replicas, between stages), of all replicas together; a run of one stage is taken as a pipeline
-    (`piped`). Infinite where the run sends nothing.
+    It is (among replicas, between stages), of all replicas together; a run of one stage is taken as a pipeline
+    (`piped`). A factor is infinite where the run sends nothing.
     """
     ours, theirs = sent_per_step(piped(config)), sent_per_step(piped(yardstick(config)))
     among, between = (base / own if own else math.inf for own, base in zip(ours, theirs, strict=True))
@@ -115,7 +116,7 @@ def times_fewer(config: RunConfig) -> tuple[float, float]:
 
 
 def crossing(config: RunConfig) -> str:
-    """Say what crosses between a run's stages: "a subspace of 8 of 64, in 2 of 4 replicas"."""
+    """Return in words what crosses between a run's stages: "a subspace of 8 of 64, in 2 of 4 replicas"."""
     b = config.method.boundary
     kinds = {
         "subspace": f"a subspace of {b.rank} of {config.model.dim}",
@@ -130,7 +131,10 @@ def crossing(config: RunConfig) -> str:
 
 
 def hardship(config: RunConfig) -> str:
-    """Say what is hard for a run, and what it has against that: "unlike text, H = 30" or "1 of 8 lies, median"."""
+    """Return in words what is hard for a run and what it has against that.
+
+    Examples are "unlike text, H = 30" and "1 of 8 lies, median".
+    """
     m, alike = config.method, config.train.alike
     if alike < 1:
         text = f"{100 * alike:g} % of the text alike" if alike else "unlike text"
@@ -139,16 +143,16 @@ def hardship(config: RunConfig) -> str:
 
 
 def loudly(config: RunConfig) -> str:
-    """Say how much louder than the others the replicas of a run are that lie; "" where they are not."""
+    """Return in words how many times as loud as the others a run's lying replicas are; "" where they are as loud."""
     m = config.method
     return f" {-m.byzantine_factor:g} times as loudly" if m.byzantine and m.byzantine_factor != -1 else ""
 
 
 def repaired(row: Losses, harmed: Losses, base: Losses) -> float:
-    """Return which share of a harm, the rise of the loss from `base` to `harmed`, a row is spared; 1 for all of it.
+    """Return the share of a harm, the rise of the loss from `base` to `harmed`, that a row is spared; 1 for all of it.
 
-    Of logarithms of the losses, and of the seeds that all three have. NaN where no harm is told apart from none: its
-    95 % interval holds 0 or less, or there are fewer than two seeds.
+    Rises are of logarithms of the losses, over the seeds that all three have. It is NaN where the harm is not clear:
+    its 95 % interval holds 0 or less, or there are fewer than two seeds.
     """
     seeds = row.keys() & harmed.keys() & base.keys()
     if len(seeds) < 2:
@@ -159,7 +163,7 @@ def repaired(row: Losses, harmed: Losses, base: Losses) -> float:
 
 
 def flops_per_second(ladder: Ladder, rung: str) -> float:
-    """Return how fast a core was: the FLOPs of data-parallel training's points over their seconds, of the fastest.
+    """Return the FLOPs per second of a core: those of data-parallel training's fastest point at a rung.
 
     Points that a GPU has trained count only where there are no others. Raises ConfigError where there is no point.
     """
@@ -173,13 +177,13 @@ def flops_per_second(ladder: Ladder, rung: str) -> float:
 
 
 def minutes(config: RunConfig, speed: float, rate: float) -> float:
-    """Return the minutes of a whole run on replicas of so many FLOP/s, whose links have a rate in Mbit/s."""
+    """Return the predicted minutes of a whole run on replicas of `speed` FLOP/s, whose links have `rate` Mbit/s."""
     compute = [(forward / speed, backward / speed) for forward, backward in stage_flops(config)]
     return float(predict(config, compute, Links(rate, LATENCY)).step_seconds) * config.train.steps / 60
 
 
 def front_rows(ladder: Ladder, rung: str, cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    """Return the front's table at a rung: of each row, and of what it is set beside, what it is.
+    """Return the front's table at a rung, with a line for each row, and for each run that it is set beside.
 
     Set beside are data-parallel training of as many replicas, the same with Muon, and over a dense pipeline where a row
     is one: each has the loss of the row of one replica that computes the same. Rows that compress what crosses between
@@ -188,8 +192,10 @@ def front_rows(ladder: Ladder, rung: str, cells: Sequence[Cell]) -> list[dict[st
     Columns: method, replicas, stages, seeds, loss, gap_pct, low_pct, high_pct, bytes_per_step (that a replica sends to
     others, in the mean), fewer (times fewer than data-parallel training of as many), fewer_between (the same of what
     crosses between stages; 1 where nothing is compressed), minutes_<rate> for each of `RATES`, on_front (whether no row
-    of as many replicas, on the same batch, beats it: sends no more to others and has no more loss, of the seeds that
+    of as many replicas, on the same batch, beats it: sends no more to others and has no more loss, over the seeds that
     both have, and less of one), lines and trials (see `tuning_of`).
+
+    Raises ConfigError where no point of data-parallel training says how fast a core is (`flops_per_second`).
     """
     configs, speed, tuning = ladder.configs(rung), flops_per_second(ladder, rung), tuning_of(ladder, rung)
     here = {cell.row: cell for cell in cells if cell.rung == rung}
@@ -222,7 +228,10 @@ def front_rows(ladder: Ladder, rung: str, cells: Sequence[Cell]) -> list[dict[st
 
 
 def _beats(one: tuple[float, Losses], other: tuple[float, Losses]) -> bool:
-    """Tell whether one of two (bytes, losses) has no more of both and less of one, of the seeds that both have."""
+    """Tell whether the first of two (bytes, losses) has no more of both and less of one, over the seeds that both have.
+
+    It does not where they have no seed in common.
+    """
     if not one[1].keys() & other[1].keys():
         return False
     above = Paired.of(one[1], other[1]).mean
@@ -237,15 +246,16 @@ def as_meant(config: RunConfig) -> RunConfig:
 def tuning_of(ladder: Ladder, rung: str) -> dict[str, dict[str, Any]]:
     """Return how each row of a rung was tuned: its "lines", in the order in which they were walked, and its "trials".
 
-    Trials are all runs of the row, of all its walks, where the rung's values were found, on top of those of the row
-    that it begins with.
+    The trials are the number of runs of all walks of the row, at the rung where the values were found; those of the row
+    that it begins with are not among them.
     """
     there = ladder.plan.rungs[rung]
     trials = collections.Counter(trial["row"] for trial in read_trials(ladder) if trial["rung"] == there.tuned_at)
     return {name: {"lines": ", ".join(ladder.plan.rows[name].lines), "trials": trials[name]} for name in there.rows}
 
 
-#: What composes with what: settings of a run (by section) that each choice has; elastic: replicas leave and come back.
+#: The choices of `composes`, each with the settings of a run, by section, that it has; "elastic": replicas leave and
+#: come back.
 CHOICES: dict[str, dict[str, Any]] = {
     "sparse, 2 bits, feedback": {
         "method": {"codec": "chunk_topk_2bit", "codec_keep": 1 / 64, "error_feedback": 0.95},
@@ -276,9 +286,10 @@ CHOICES: dict[str, dict[str, Any]] = {
 
 
 def composes(ladder: Ladder, rung: str) -> list[dict[str, str]]:
-    """Return of each pair of `CHOICES` whether DiLoCo on 8 replicas can have both: one, other, and why not ("": can).
+    """Return for each pair of `CHOICES` whether DiLoCo on 8 replicas can have both.
 
-    Whether pairs that can be had train and resume, the tests of this repository say (`tests/test_together.py`).
+    Columns: one, other, and why_not, "" where it can. Whether such pairs train and resume, the tests of this repository
+    say (`tests/test_together.py`).
     """
     found, names = [], list(CHOICES)
     for i, one in enumerate(names):
@@ -288,7 +299,7 @@ def composes(ladder: Ladder, rung: str) -> list[dict[str, str]]:
 
 
 def why_not(ladder: Ladder, rung: str, one: dict[str, Any], other: dict[str, Any]) -> str:
-    """Return why two choices, settings as those of `CHOICES`, do not go together on 8 replicas; "" where they do."""
+    """Return why two choices, with settings as in `CHOICES`, do not go together on 8 replicas; "" where they do."""
     both = merge(one, other)
     if both != merge(other, one):  # they name the same setting differently
         return "one choice"
@@ -304,11 +315,11 @@ def why_not(ladder: Ladder, rung: str, one: dict[str, Any], other: dict[str, Any
 
 
 class _Asked(Exception):
-    """An elastic replica asks its store, so nothing that it was told has been refused."""
+    """Raised where an elastic replica first calls its store: by then no setting has been refused."""
 
 
 class _NoStore:
-    """Stands in for the store of elastic replicas: it ends a start at the first question that it is asked."""
+    """A stand-in for the store of elastic replicas, which ends the start of a replica at its first call."""
 
     def write_once(self, name: str, text: str) -> NoReturn:
         raise _Asked

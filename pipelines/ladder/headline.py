@@ -1,8 +1,8 @@
-"""The headline: a seed of the main rows, trained anew by `make repro`, to hold beside the ladder's points in git.
+"""The headline: one seed of the main rows, trained anew by `make repro`, to set beside the ladder's points in git.
 
 The ladder's evidence takes hours and is read from git. What `make repro` trains of it is one seed of the rows that
 plan.yaml names, at the size that it names: on a machine of the same kind the losses are those in git bit for bit, and
-on another what another order of rounding makes of them.
+on another machine they differ by what another order of rounding makes of them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Pair:
-    """A point that was trained anew, and the same point of the ladder."""
+    """A point of the headline, with its outcome as it was trained anew (`here`) and as it is in git (`there`)."""
 
     point: Point
     here: dict[str, Any]
@@ -33,13 +33,16 @@ class Pair:
 
 
 def headline_points(ladder: Ladder) -> list[Point]:
-    """Return the first seed of the headline's rows, as the ladder has it. Raises ConfigError where one is not tuned."""
+    """Return the points of the headline: seed 0 of its rows. Raises ConfigError where a row is not tuned."""
     rung, rows = ladder.plan.headline
     return [point for point in ladder.results_at(rung, rows) if point.seed == 0]
 
 
 def retrain(ladder: Ladder, workers: Workers) -> None:
-    """Train the points that `headline` of the build folder does not have, and remove those that the plan does not."""
+    """Train the points that the folder `headline` of the build folder lacks, and remove those that the plan lacks.
+
+    Outcomes are written without seconds and environment, so that the same run makes the same file.
+    """
     folder = ladder.build / "headline"
     again = dataclasses.replace(ladder, results=folder)
     points = [dataclasses.replace(point, ladder=again) for point in headline_points(ladder)]
@@ -55,7 +58,7 @@ def retrain(ladder: Ladder, workers: Workers) -> None:
 def read_pairs(ladder: Ladder, folder: Path | str = "") -> list[Pair]:
     """Return the headline's points in a folder beside those in git. Raises ConfigError where one of them is missing.
 
-    folder: where `retrain` has put them; relative to the repository; by default the ladder's own, so that each is
+    folder: where `retrain` has written them, relative to the repository; by default the ladder's own, so that each is
     beside itself.
     """
     again = dataclasses.replace(ladder, results=ROOT / folder) if folder else ladder

@@ -1,4 +1,4 @@
-"""What the ladder was to show: gaps within margins, and gaps that fall with size.
+"""Judge what the ladder was to show: gaps within margins, and gaps that fall with size.
 
 Margins of diloco/m1 and of the rows whose momentum rises were named before their runs from 0.33M on; those of the
 others were written down after their first points.
@@ -19,8 +19,8 @@ from pipelines.ladder.fits import Cell, fit_row, several
 from pipelines.ladder.plan import Plan
 from pipelines.verdicts import HEADLINE, NOTHING, Claim, Evidence, Likely, Regime, judge, no_worse
 
-#: Row -> by how many % of the loss it may be above data-parallel training, from which rung on. A method at its best may
-#: be the row whose momentum rises.
+#: By how many % of the loss each row may be above data-parallel training, by the rung from which on it may. A method at
+#: its best may be the row whose momentum rises.
 MARGINS = {
     "streaming/h30": {"0.33M": 1.5, "1.05M": 1.0},
     "streaming/rising_momentum": {"0.33M": 1.5, "1.05M": 1.0},
@@ -31,9 +31,9 @@ MARGINS = {
     "diloco/m1": {"0.33M": 0.5},
     "diloco/m1_rising": {"0.33M": 0.5},
 }
-#: What a slope needs: its deviation is of the pairs of all sizes together, so that two at a size do.
+#: What a slope needs: its deviation is that of the pairs of all sizes together, so that two at each size are enough.
 SLOPE = replace(HEADLINE, seeds=2)
-#: Rows whose gaps were to fall with size.
+#: The rows whose gaps were to fall with size.
 FALLING = (
     "diloco/m2",
     "diloco/rising_momentum",
@@ -48,10 +48,11 @@ FALLING = (
 
 @dataclass(frozen=True)
 class Judged:
-    """A line of the table. margin and gap are in % of the loss, a slope's for each factor of 10 in size.
+    """A line of the table of margins and slopes, with its outcome.
 
-    margin: NaN for a slope. gap: the likely one, and the ends of its 95 % interval; NaN where there is none. means: the
-    same of the means of all runs of either side, by which nothing is judged; NaN for a slope.
+    rung: the rung of a margin, or those of a slope, between commas. margin: in % of the loss; NaN for a slope. gap: the
+    likely gap in % of the loss, or slope in % for each factor of 10 in size, with its 95 % interval; NaN where there is
+    none. means: the gap of the means of all runs of both sides, by which nothing is judged; NaN for a slope.
     """
 
     row: str
@@ -68,7 +69,7 @@ class Judged:
         return self.gap.value > (0.0 if math.isnan(self.margin) else self.margin)
 
     def record(self) -> dict[str, Any]:
-        """Return it as columns of a table; p_for and p_against are before correction."""
+        """Return the line as columns of a table; p_for and p_against are those before correction."""
         found = self.claim.evidence or Evidence(math.nan, math.nan)
         ends = ("gap_pct", "low_pct", "high_pct")
         told = dict(zip(ends, self.gap, strict=True))
@@ -79,7 +80,10 @@ class Judged:
 
 
 def judged_margins(plan: Plan, cells: Sequence[Cell]) -> list[Judged]:
-    """Judge all margins at the rungs that have the row, or are to have it without a GPU; then all slopes."""
+    """Judge all margins and all slopes together, and return the lines of the margins, then those of the slopes.
+
+    A margin is judged at the rungs that have points of its row, or are to have them and need no GPU.
+    """
     by_place = {(cell.row, cell.rung): cell for cell in cells}
     lines = []
     for row, margins in MARGINS.items():
@@ -97,7 +101,7 @@ def judged_margins(plan: Plan, cells: Sequence[Cell]) -> list[Judged]:
 
 
 def _sizes_of(row: str, cells: Sequence[Cell]) -> list[Cell]:
-    """Return the sizes over which a slope is judged: those of the papers' regime, or all where these are not two."""
+    """Return the cells over which a slope is judged: those in the papers' regime, or all where these are not two."""
     own = several([cell for cell in cells if cell.row == row])
     return several([cell for cell in own if not cell.regime.lacks(SLOPE)]) or own
 

@@ -1,8 +1,8 @@
-"""What the points in git were made with: their corpora, and the probes of the code.
+"""The origin of the points in git: the corpora and the probes of the code that they were made with.
 
 The ladder's text is Python source, of the standard library and of pinned packages. Another release of Python has
-another standard library, and so another text, whose points would not be pairs with those in git. There the points are
-shown as they are, and none is added.
+another standard library, and so another text, whose points would not be pairs with those in git. With such a release
+the points are shown as they are, and none is added.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 class Origin:
     """The release of Python, the corpora and the probes that points were made with; it is kept beside them.
 
-    python: its release. corpora: the digests of tokenizer and shards of each corpus; smoke: the same of the text that
-    probes are trained on. probes: of each run the digests of its variants.
+    python: the release. corpora: the digests of the tokenizer and the shards of each corpus. smoke: the same of the
+    text that probes are trained on. probes: the digests of the variants of each run.
     """
 
     python: str
@@ -39,7 +39,7 @@ class Origin:
     def here(cls, ladder: Ladder) -> Origin:
         """Return what a point that is trained here would be made with.
 
-        Raises ConfigError where corpora or probes are missing.
+        Raises ConfigError where a corpus is missing.
         """
         corpora = ladder.params["corpora"]
         files = {path.stem: path for path in sorted((ladder.build / "probes").glob("*.json"))}
@@ -52,21 +52,21 @@ class Origin:
 
     @classmethod
     def read(cls, results: Path) -> Origin | None:
-        """Return what is kept beside the points of a folder; None where nothing is."""
+        """Return the origin that is kept beside the points of a results folder; None where none is."""
         file = results / "origin.json"
         return cls(**json.loads(file.read_text())) if file.exists() else None
 
     def write(self, results: Path) -> None:
-        """Keep it beside the points of a folder."""
+        """Write the origin beside the points of a results folder, as origin.json."""
         results.mkdir(parents=True, exist_ok=True)
         (results / "origin.json").write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
 
     def has_text_of(self, ladder: Ladder) -> bool:
-        """Tell whether probes are trained on the same text here, so that they can be compared."""
+        """Tell whether probes are trained on the same text here, so that their digests can be compared."""
         return self.smoke == {name: ladder.corpus(name, SCALE) for name in self.smoke}
 
     def check(self, ladder: Ladder, corpus: str) -> None:
-        """Raise ConfigError where a corpus here is another than that of the points."""
+        """Raise ConfigError where a corpus here is not the same as that of the points."""
         if self.corpora[corpus] != ladder.corpus(corpus, ladder.first_rung):
             raise ConfigError(
                 f"the corpus {corpus} was made with Python {platform.python_version()} here, but that of the points in"
@@ -76,7 +76,7 @@ class Origin:
 
 
 def keep_origin(ladder: Ladder) -> None:
-    """Write down what points are made with here, unless there are points of another text."""
+    """Write down what points are made with here, unless the points that are there are of another text."""
     kept, here = ladder.origin, Origin.here(ladder)
     if kept is None or (kept.corpora, kept.smoke) == (here.corpora, here.smoke):
         here.write(ladder.results)

@@ -1,9 +1,9 @@
-"""What an ingredient of a method costs in loss, as measured and as printed: for the planner (`cost.ingredients`).
+"""The table of what ingredients of methods cost in loss, as measured and as printed, for the planner.
 
-Measured is the ladder's: pairs of its rows, seed by seed, where one has the ingredient and the other does not; sizes
-with fewer rounds than the papers' are a source of their own (`FEW_ROUNDS`). Printed is what the papers'
-tables say, at the papers' sizes, some of them 10,000 times ours. Either is smoothed by its fit over sizes, where there
-are enough of these (`fits.Fit`), whose error the deviation then is.
+The planner reads it as `lowcomm.cost.ingredients` says. Measured are pairs of the ladder's rows, seed by seed, of which
+one has the ingredient and the other does not; sizes with fewer rounds than the papers' are a source of their own
+(`FEW_ROUNDS`). Printed is what the papers' tables say, at the papers' sizes, some of them 10,000 times ours. Both are
+smoothed by a fit over sizes, where there are enough of these (`fits.Fit`); the deviation is then its error.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from pipelines.ladder.plan import Ladder
 from pipelines.report import paper, published
 from pipelines.verdicts import HEADLINE, Paired, log_ratios
 
-#: What pairs of the ladder's rows measure: ingredient, amount, the row that has it, and the one that does not ("": that
-#: of data-parallel training, see `plan.base_of`). Both have one H, but for "rounds"; of a subspace, of a projection in
-#: 4 bits and of all at once the amount is D / k, which the run has (None).
+#: What pairs of the ladder's rows measure: the ingredient, its amount, the row that has it, and the one that does not
+#: ("": that of data-parallel training, see `plan.base_of`). Both have the same H, but for "rounds". The amount of a
+#: subspace, of a projection in 4 bits and of all at once is D / k, which is read from the run (None).
 PAIRS = (
     ("local updates", 1, "diloco/m1", ""),
     ("local updates", 1, "diloco/m2", ""),
@@ -50,7 +50,7 @@ PAIRS = (
     ("composed", None, "together/all", ""),
 )
 OURS, FEW_ROUNDS = "the ladder", "the ladder, few rounds"
-#: The run of all four papers, and which of its choices, that rows leave out, are an ingredient.
+#: The row with all four papers, and the choices of it, left out by a row each, that make up each ingredient.
 ALL = "together/all"
 CHOICES = {
     "streaming": ("fragments", "overlap", "4 bits"),
@@ -66,24 +66,28 @@ COMPOSED += ["within_pct", "within_low", "within_high", "apart_pct", "apart_erro
 
 @dataclass(frozen=True)
 class Series:
-    """An ingredient at some sizes: each with its values of ln(loss with / loss without), of seeds or of settings."""
+    """An ingredient at some sizes, each with values of ln(loss with it / loss without it), of seeds or of settings.
+
+    replicas and amount: those of its runs. source: what has measured it, as in the table.
+    """
 
     ingredient: str
     replicas: int
     amount: float
     source: str
-    values: dict[float, list[float]]  # by parameters
+    values: dict[float, list[float]]  # by number of parameters
     alone: float = math.nan  # the deviation of a value that stands alone
     corrected: float = 0.0  # the deviation of what was added to all values
 
     def rows(self, noise: float = 0.0) -> Iterator[dict[str, Any]]:
-        """Yield a row of the table for each size, and the slope of its fit, if there is one.
+        """Yield a row of the table for each size, with the slope of the fit beside it.
 
-        With two sizes and three values or more the likely value is the fit's, and the deviation is its error, the drift
-        that of its slope, and the slope as well where it rises: then nothing says that it stops where the sizes do.
-        Else they are the mean and its standard error, which of one value is `alone`.
+        With two sizes and three values or more the likely value is the fit's, the deviation its error, and the drift
+        the error of its slope, plus the slope itself where it rises: nothing says that a rise stops where the sizes do.
+        Else the likely value is the mean, the deviation its standard error (`alone` for one value), and drift and slope
+        are NaN.
 
-        noise: what single values deviate by at least, as two that are near each other do not say.
+        noise: the least deviation of single values, as two that happen to be near each other do not show it.
         """
         pairs = [(size, value) for size, some in self.values.items() for value in some]
         fit = Fit.of(*zip(*pairs, strict=True)) if len(self.values) > 1 and len(pairs) > 2 else None
@@ -112,7 +116,10 @@ class Series:
 
 
 def measured(ladder: Ladder, cells: Sequence[Cell]) -> list[Series]:
-    """Return the series of the ladder's points: of each pair of rows, for each amount that it has."""
+    """Return the series of the ladder's points: of each pair of rows, for each amount and number of replicas.
+
+    Sizes with few rounds are in series of their own.
+    """
     by, found = {(cell.row, cell.rung): cell for cell in cells}, []
     for ingredient, amount, row, against in PAIRS:
         values: dict[tuple[float, int], list[tuple[Cell, list[float]]]] = {}
@@ -132,7 +139,7 @@ def measured(ladder: Ladder, cells: Sequence[Cell]) -> list[Series]:
 
 
 def printed() -> list[Series]:
-    """Return the series of the papers' tables."""
+    """Return the series of the papers' tables, and those of a test of subspaces by others."""
     found = []
     losses = published("scaling_laws", "losses")
     base = {row["parameters"]: row["loss"] for row in losses if row["method"] == "data_parallel"}
@@ -185,10 +192,11 @@ def printed() -> list[Series]:
 
 
 def penalties_of(ladder: Ladder) -> pd.DataFrame:
-    """Return the table of penalties.
+    """Return the table of penalties, with the columns of `lowcomm.cost.ingredients.COLUMNS` and the number of values.
 
-    Our values deviate as those of all rows do together, if theirs is less. A value that stands alone has the largest
-    deviation of its source; where there is one size, the drift is the largest slope of its source, with its error.
+    The ladder's values deviate at least as the values of all its rows do together. A value that stands alone has the
+    largest deviation of its source; where there is one size, the drift is the largest slope of its source, with its
+    error.
     """
     ours = measured(ladder, read_cells(ladder))
     several = [some for series in ours for some in series.values.values() if len(some) > 1]
@@ -203,7 +211,7 @@ def penalties_of(ladder: Ladder) -> pd.DataFrame:
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
-    """Return rows of series as a table, with the deviations and drifts that a size alone, or a value, does not have."""
+    """Return rows of series as a table, in which what a lone value or size lacks is the largest of its source."""
     found = pd.DataFrame(rows)
     steepest = np.hypot(found.slope, found.drift)
     for column, most in (("deviation", found.deviation), ("drift", steepest)):
@@ -213,15 +221,15 @@ def _table(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
 
 
 def composed_rows(ladder: Ladder, cells: Sequence[Cell], penalties: pd.DataFrame) -> list[dict[str, Any]]:
-    """Return what the ingredients of the run of all cost alone and in it, at each size that has it, and their sums.
+    """Return what the ingredients of the run of all four papers cost alone and in it, and their sums, at each size.
 
-    A row for each ingredient, and for each choice of the run that is one of them; then one of their "sum", beside which
-    the run's own gap stands. None where an ingredient has not been measured.
+    There is a row for each ingredient, or one for each choice of the run that makes it up; then one for their "sum",
+    beside which the run's own gap stands. A size has no rows where an ingredient of it has not been measured.
 
-    Columns (`COMPOSED`): rung, ingredient; alone_pct and deviation_pct, in % of the loss, as `Penalties.one` takes it
-    from `source`, `taken_from` times away; left_out, the choice, and within_pct with its 95 % interval, the loss of the
-    run of all over the one without it, over so many seeds; apart_pct, of the sum, ln(sum / whole), and its standard
-    error, NaN for one seed.
+    Columns (`COMPOSED`): rung, ingredient; alone_pct and deviation_pct, in % of the loss, as `Penalties.one` takes them
+    from `source`, `taken_from` times away; left_out, the choice; within_pct with its 95 % interval (within_low,
+    within_high), the loss of the run over the loss of the one without the choice, in %, over `seeds`; and for the sum
+    apart_pct, 100 ln(sum / whole), and apart_error, its standard error, NaN for one seed.
     """
     known, by_place = Penalties(penalties), {(cell.row, cell.rung): cell for cell in cells}
     found: list[dict[str, Any]] = []

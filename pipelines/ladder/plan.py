@@ -1,10 +1,10 @@
-"""What the ladder trains: its rows, how each is tuned, and the points (a run with all its settings) that this makes.
+"""The plan of the ladder: its rows, how each is tuned, and the points (a run with all its settings) that this makes.
 
     row      a run of params.yaml with its variant: "diloco/m2"
     rung     a size, which is a scale of params.yaml: "0.33M"
     line     a number that is tuned: the inner learning rate, the outer gain, ...
-    trial    a point that is trained for tuning: seed 0, its loss on the tuning split
-    result   a point that tables report, with a seed and settings that are tuned; its loss on the validation split
+    trial    a point that is trained for tuning, with seed 0 and its loss on the tuning split
+    result   a point that tables report, with a seed and tuned settings, and its loss on the validation split
 
 Each point that is done is a small JSON file in git, so that no machine does it again.
 """
@@ -32,7 +32,7 @@ from pipelines.probes import SCALE, corpus_digests
 from pipelines.project import BUILD, ROOT
 from pipelines.settings import set_values
 
-#: What is predicted besides rungs: gaps at the papers' own smallest sizes.
+#: The name under which gaps at the papers' own smallest sizes are predicted, in place of a rung's.
 PUBLISHED = "published"
 #: Values of lines, by name.
 Values = Mapping[str, float]
@@ -40,7 +40,11 @@ Values = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Line:
-    """A number that is tuned: where it begins, and either the factor between neighbours or all values it may take."""
+    """A number that is tuned.
+
+    begin: the value at which it begins. factor: that between neighbours, or else values: all that it may take, in
+    ascending order. Raises ConfigError where it has neither or both, or they break a rule.
+    """
 
     begin: float
     factor: float = 0.0
@@ -53,9 +57,10 @@ class Line:
             raise ConfigError(f"a line's values must ascend and hold where it begins, {self.begin}: {self.values}")
 
     def beside(self, value: float, way: int) -> float | None:
-        """The neighbour of a value upwards (`way` 1) or downwards (-1); None where there is none.
+        """Return the neighbour of a value upwards (`way` 1) or downwards (-1); None where there is none.
 
-        Values are begin x factor^n to three digits, of which whatever is asked for counts as the nearest.
+        With a factor, values are begin x factor^n to three digits, and `value` counts as the nearest of these. Raises
+        ConfigError where the line has `values` and this is none of them.
         """
         if self.factor:
             n = round(math.log(value / self.begin) / math.log(self.factor))
@@ -70,9 +75,10 @@ class Line:
 class Row:
     """A method of the ladder.
 
-    lines: its numbers, in the order in which they are tuned. start: the row whose values it begins with. begin: where
-    lines begin that begin elsewhere in this row. rungs: those that have it; if empty, all that list no rows. seeds: how
-    many it has at rungs where that is not the number of the others.
+    name: the run and its variant. lines: the names of its numbers, in the order in which they are tuned. start: the row
+    whose values it begins with; "" for none. begin: the values at which lines begin that begin elsewhere in this row.
+    rungs: those, of the rungs that list no rows, that have it; if empty, all of these. seeds: its number of seeds at
+    rungs where that differs from the rung's.
     """
 
     name: str
@@ -84,18 +90,22 @@ class Row:
 
     @property
     def run(self) -> str:
-        """The run of params.yaml."""
+        """The name of its run in params.yaml."""
         return self.name.partition("/")[0]
 
     @property
     def variant(self) -> str:
-        """Its variant; "" where the run has none."""
+        """The name of its variant of the run; "" where the run has none."""
         return self.name.partition("/")[2]
 
 
 @dataclass(frozen=True)
 class Rung:
-    """A size: how many seeds its rows have, at which rung they are tuned, which rows it has, and if it wants a GPU."""
+    """A size of the ladder.
+
+    seeds: how many its rows have. tuned_at: the rung whose tuned values they take. rows: their names. gpu: whether it
+    needs a GPU.
+    """
 
     name: str
     seeds: int
@@ -105,40 +115,40 @@ class Rung:
 
     @property
     def called(self) -> str:
-        """Its name, and whose rates its rows have if not their own: "1.05M, with the rates of 0.33M"."""
+        """Its name, with the rung whose rates its rows have where that is another: "1.05M, with the rates of 0.33M"."""
         return self.name if self.tuned_at == self.name else f"{self.name}, with the rates of {self.tuned_at}"
 
     def seeds_of(self, row: Row) -> int:
-        """How many seeds a row has here."""
+        """Return the number of seeds that a row has at this rung."""
         return row.seeds.get(self.name, self.seeds)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All of plan.yaml."""
+    """The content of a plan.yaml: its rungs, rows and lines by name, and what else it names."""
 
     rungs: dict[str, Rung]
     rows: dict[str, Row]
     lines: dict[str, Line]
-    #: The rung and its rows of which `make repro` trains a seed anew.
+    #: The rung, and the rows of it, of which `make repro` trains a seed anew; ("", ()) where the plan has none.
     headline: tuple[str, tuple[str, ...]] = ("", ())
-    #: The size of a paper at which a row's gap is predicted, as a name of `presets.PRESETS`.
+    #: The size of a paper at which each row's gap is predicted, as a name of `presets.PRESETS`.
     published: Mapping[str, str] = field(default_factory=dict)
 
     def check(self, rung: str, rows: Collection[str] = ()) -> None:
-        """Raise ConfigError for a name of no rung, or of no row of that rung."""
+        """Raise ConfigError where there is no such rung, or it has no such row."""
         there = pick(self.rungs, rung, "rung")
         for name in rows:
             pick(dict.fromkeys(there.rows), name, f"row of {rung}")
 
     def rung_below(self, rung: str) -> str | None:
-        """The rung before one that is tuned too; None for the first."""
+        """Return the last rung before this one that is tuned itself, as this one must be; None for the first."""
         tuned = [name for name, r in self.rungs.items() if r.tuned_at == name]
         at = tuned.index(rung)
         return tuned[at - 1] if at else None
 
     def not_tuned(self, rungs: Iterable[str]) -> str:
-        """Say in brackets which of some rungs have the rates of another; "" where all have their own."""
+        """Return, in brackets, which of some rungs have the rates of another; "" where all have their own."""
         told = [self.rungs[name].called for name in rungs if self.rungs[name].tuned_at != name]
         return f" ({'; '.join(told)})" if told else ""
 
@@ -150,7 +160,7 @@ def _only(section: Mapping[str, Any], valid: set[str], where: str) -> None:
 
 
 def read_plan(path: Path) -> Plan:
-    """Read a plan. Raises ConfigError that names what is unknown or missing."""
+    """Read a plan.yaml. Raises ConfigError where it names what there is not, or breaks a rule."""
     told = yaml.safe_load(path.read_text())
     _only(told, {"rungs", "rows", "lines", "headline", "published"}, "plan")
     lines, rows, rungs = {}, {}, {}
@@ -197,9 +207,9 @@ def read_plan(path: Path) -> Plan:
 
 @functools.lru_cache(maxsize=8)
 def _parsed(text: str) -> dict[str, dict[str, Any]]:
-    """Return what a file of tuned values says, which takes long to parse and is asked for each row.
+    """Return the content of a file of tuned values, which takes long to parse and is read for each row.
 
-    It is shared by all who ask, and not to be written.
+    It is shared between calls, so it must not be changed.
     """
     return yaml.safe_load(text)
 
@@ -208,7 +218,7 @@ def _parsed(text: str) -> dict[str, dict[str, Any]]:
 class Ladder:
     """A ladder: a project whose scales are rungs, with a plan.yaml beside its params.yaml.
 
-    folder: of both. build: for what is heavy. results: for what is kept, in git.
+    folder: that of both files. build: the folder of what is heavy. results: the folder of what is kept, in git.
     """
 
     folder: Path
@@ -217,33 +227,33 @@ class Ladder:
 
     @functools.cached_property
     def project(self) -> Project:
-        """Its runs and corpora."""
+        """The project, with its runs and corpora."""
         return Project(self.folder, self.build)
 
     @functools.cached_property
     def plan(self) -> Plan:
-        """Its plan.yaml."""
+        """The content of its plan.yaml."""
         return read_plan(self.folder / "plan.yaml")
 
     @functools.cached_property
     def params(self) -> dict[str, Any]:
-        """Its params.yaml."""
+        """The content of its params.yaml."""
         return self.project.load_params()
 
     @property
     def first_rung(self) -> str:
-        """The rung whose corpus all rungs share."""
+        """The name of the first rung, whose corpora all rungs share."""
         return next(scale for scale in self.params["scales"] if scale != SCALE)
 
     @property
     def origin(self) -> Origin | None:
-        """What the points in `results` were made with; None where there are none yet."""
+        """The origin of the points in `results`; None where none has been written yet."""
         return Origin.read(self.results)
 
     def probe(self, row: Row) -> str:
-        """The digest of a row's run at smoke scale. Raises ConfigError where it has not been trained.
+        """Return the digest of a row's run at smoke scale. Raises ConfigError where it has not been trained.
 
-        Where the text here is another than that of the points, their own probe.
+        Where probes here are trained on another text than those of the points, it is the digest of the latter.
         """
         file = self.build / "probes" / f"{row.run}.json"
         if not file.exists():
@@ -253,7 +263,7 @@ class Ladder:
         return json.loads(file.read_text())[row.variant]
 
     def corpus(self, name: str, rung: str) -> list[str]:
-        """The digests of tokenizer and shards that a corpus was prepared with here.
+        """Return the digests of the tokenizer and the shards of a corpus, as it was prepared here.
 
         Raises ConfigError where it is missing.
         """
@@ -263,11 +273,12 @@ class Ladder:
         return corpus_digests(folder)
 
     def overrides(self, row: Row, rung: str, values: Values) -> dict[str, Any]:
-        """The settings that values of lines are, as sections of `Project.run_config`.
+        """Return the settings that values of lines stand for, as sections for `Project.run_config`.
 
-        gain and momentum are K = outer_lr / (1 - momentum) and the momentum itself; NoLoCo's pull is its outer_lr. rise
-        is the share of the run in which the momentum rises from 0. Where it follows points of the run, K is that of the
-        last one, and factors of the rate must end at 1.
+        "gain" is K = outer_lr / (1 - momentum), "momentum" the outer momentum; NoLoCo's pull is its outer_lr. "rise" is
+        the share of the run in which the momentum rises from 0. Where the row's momentum follows points of the run, K
+        is that of the last one; then ConfigError is raised where there is a momentum without a rise, or where factors
+        of outer_lr do not end at 1.
         """
         plain = self.project.run_config(row.run, variant=row.variant, scale=rung, params=self.params)
         found: dict[str, dict[str, Any]] = {"train": {}, "model": {}, "method": {}}
@@ -301,7 +312,7 @@ class Ladder:
         return found
 
     def trial(self, row: Row, rung: str, values: Values) -> Point:
-        """The point that tries values of lines."""
+        """Return the trial of a row at a rung with some values of lines."""
         return Point(self, row, rung, 0, tuple(sorted(values.items())), is_trial=True)
 
     def configs(self, rung: str) -> dict[str, RunConfig]:
@@ -309,7 +320,7 @@ class Ladder:
         return {name: self.trial(self.plan.rows[name], rung, {}).config for name in self.plan.rungs[rung].rows}
 
     def results_at(self, rung: str, rows: Collection[str] = ()) -> list[Point]:
-        """All results of a rung, or those of some rows, seed by seed, with what tuning found.
+        """Return all results of a rung, or those of some rows, seed by seed, with the values that tuning found.
 
         Raises ConfigError where a row is not tuned.
         """
@@ -325,7 +336,7 @@ class Ladder:
         return sorted(points, key=lambda point: point.seed)
 
     def points_there(self, rung: str, rows: Collection[str]) -> list[Point]:
-        """Return the results of some rows at a rung that stand in git, as `outcomes`; none of an untuned row."""
+        """Return the results of some rows at a rung whose `outcomes` stand in git; an untuned row has none."""
         tuned = self._tuned_for(rung)
         if not (asked := [row for row in rows if row in tuned]):
             return []
@@ -333,21 +344,21 @@ class Ladder:
         return [point for point in self.results_at(rung, asked) if point.seed in seeds[point.row.name]]
 
     def outcomes(self, rung: str, row: str) -> list[dict[str, Any]]:
-        """Return what the results of a row at a rung have come to, seed by seed, as they stand in git.
+        """Return the outcomes of a row's results at a rung, seed by seed, as they stand in git.
 
-        What was trained with other values than tuning has found since then is none of them.
+        An outcome that was trained with other values than those that tuning has found since is left out.
         """
         files = sorted((self.results / "points" / rung / row).glob("seed*.json"))
         found, tuned = [json.loads(file.read_text()) for file in files], self._tuned_for(rung)
         return [told for told in found if row not in tuned or told["values"] == tuned[row]["values"]]
 
     def _tuned_for(self, rung: str) -> dict[str, dict[str, Any]]:
-        """Return what tuning found of the values that a rung takes; nothing where it has not begun."""
+        """Return what tuning found at the rung whose values a rung takes, by row; empty where it has not begun."""
         file = self.tuned_file(self.plan.rungs[rung].tuned_at)
         return _parsed(file.read_text()) if file.exists() else {}
 
     def tuned_file(self, rung: str) -> Path:
-        """Where the values that tuning found at a rung are kept."""
+        """Return the path of the file of the values that tuning found at a rung."""
         return self.results / "tuned" / f"{rung}.yaml"
 
     def read_tuned(self, rung: str) -> dict[str, dict[str, Any]]:
@@ -360,14 +371,15 @@ class Ladder:
         return yaml.safe_load(file.read_text())
 
     def read_predictions(self) -> dict[str, Any]:
-        """Return what has been registered: of rungs, and of sizes of the papers, by name; nothing where nothing has."""
+        """Return what has been registered for rungs and for sizes of the papers, by name; empty where nothing has."""
         file = self.results / "predictions.yaml"
         return yaml.safe_load(file.read_text()) if file.exists() else {}
 
     def unregistered(self, rung: str, rows: Collection[str] = ()) -> list[str]:
-        """Return the rows, all by default, that are to be predicted before they have a point at a rung, and are not.
+        """Return which of some rows must be predicted before they have a point at a rung, and are not.
 
-        Predictions are wanted where a rung takes what was tuned at another, of all rows but data-parallel training.
+        That is so where a rung takes what was tuned at another, for all rows but data-parallel training. rows: by
+        default all of the rung.
         """
         there = self.plan.rungs[rung]
         known = self.read_predictions().get(rung, {}).get("rows", {})
@@ -375,7 +387,7 @@ class Ladder:
         return [] if there.tuned_at == rung else [name for name in asked if name not in known]
 
     def check_registered(self, rung: str, rows: Collection[str] = ()) -> None:
-        """Raise ConfigError for a row that is `unregistered`."""
+        """Raise ConfigError where a row is `unregistered`."""
         for name in self.unregistered(rung, rows):
             raise ConfigError(
                 f"{name} has not been predicted at {rung}: python -m pipelines.ladder predict {rung} {name}"
@@ -393,7 +405,7 @@ def write_whole(file: Path, text: str) -> None:
 def base_of(row: str, configs: Mapping[str, RunConfig]) -> str:
     """Return the row of data-parallel training with a row's batch and number of steps, against which its gap is taken.
 
-    Of several it is the first of the plan.
+    Of several rows it is the first of the plan.
 
     configs: those of all rows of a rung (`Ladder.configs`). Raises ConfigError where no such row has both.
     """
@@ -405,9 +417,9 @@ def base_of(row: str, configs: Mapping[str, RunConfig]) -> str:
 
 
 def deciding(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that decide a run's outcome.
+    """Return those of a run's settings that decide its outcome.
 
-    Links, checkpoints, how often rows are written and what is compiled do not, but for roundings, and are left out.
+    Links, checkpoints, how often rows are written and what is compiled do not, but for roundings; they are left out.
     """
     found = {name: section for name, section in settings.items() if name not in ("comm", "checkpoint")}
     train = {name: value for name, value in found["train"].items() if name not in ("log_every", "compile")}
@@ -418,7 +430,7 @@ def deciding(settings: dict[str, Any]) -> dict[str, Any]:
 class Point:
     """A run of a ladder with all its settings: a trial or a result.
 
-    values: of lines, those that the row knows.
+    values: those of lines, as (name, value) in the order of names; what no line gives is as in params.yaml.
     """
 
     ladder: Ladder = field(repr=False)
@@ -430,7 +442,7 @@ class Point:
 
     @functools.cached_property
     def config(self) -> RunConfig:
-        """The settings of the run. Raises ConfigError."""
+        """The configuration of the run. Raises ConfigError where its settings, or its values, break a rule."""
         sections = self.ladder.overrides(self.row, self.rung, dict(self.values))
         if self.is_trial:
             sections["train"]["eval_split"] = "tuning"
@@ -444,7 +456,7 @@ class Point:
 
     @property
     def file(self) -> Path:
-        """Where its outcome is kept."""
+        """The file of its outcome."""
         if not self.is_trial:
             return self.ladder.results / "points" / self.rung / self.row.name / f"seed{self.seed}.json"
         key = ",".join(f"{name}={value:g}" for name, value in self.values)
@@ -452,15 +464,15 @@ class Point:
 
     @property
     def title(self) -> str:
-        """'diloco/m2 at 0.33M, seed 0', or the values of a trial."""
+        """The point in prose, as 'diloco/m2 at 0.33M, seed 0'; a trial has its values in place of the seed."""
         told = ", ".join(f"{name} {value:g}" for name, value in self.values)
         return f"{self.row.name} at {self.rung}, " + (f"trial of {told}" if self.is_trial else f"seed {self.seed}")
 
     def made_from(self) -> str:
         """Return a digest of what decides its outcome: settings, corpus and probe (see `pipelines.probes`).
 
-        Corpus and probe are those of the points, if these were made with another release of Python (`origin`). Raises
-        ConfigError where corpus or probe are missing.
+        The corpus is that of the points where there are any, and so is the probe where the text here is another than
+        theirs (`origin`). Raises ConfigError where the corpus or the probe is missing.
         """
         name = self.config.data.corpus
         told = {
@@ -471,7 +483,7 @@ class Point:
         return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
     def read(self) -> dict[str, Any] | None:
-        """Its outcome, if it is done and was made from what there is now; None where it is not."""
+        """Return its outcome where it is done and was made from what there is now; else None."""
         if not self.file.exists():
             return None
         told = json.loads(self.file.read_text())

@@ -13,29 +13,29 @@ from lowcomm.experiment.config import RunConfig
 from lowcomm.experiment.trainer import saved_model
 from pipelines.ladder.plan import Ladder, base_of
 
-#: Equal parts of a sequence.
+#: The number of equal parts of a sequence.
 PARTS = 8
 
 
 def has_positions(config: RunConfig) -> bool:
-    """Tell whether `loss_by_position` is defined: of sequences that have equal parts, and of runs without a pipeline.
+    """Tell whether `loss_by_position` is defined: where sequences have equal parts, and the run is no pipeline.
 
-    What a pipeline evaluates has crossed its boundaries, which a saved model has not.
+    A pipeline evaluates with what has crossed its boundaries, which a saved model does not.
     """
     return config.stages == 1 and config.train.seq_len % PARTS == 0
 
 
 @torch.no_grad()
 def loss_by_position(config: RunConfig, data: Path, weights: Path) -> list[float]:
-    """Return the mean cross-entropy (nats per token) in each of `PARTS` parts of a sequence, on what a run evaluates.
+    """Return the mean cross-entropy, in nats per token, in each of `PARTS` parts of the sequences that a run evaluates.
 
     It is computed in fp32. Where replicas keep parameters of their own, the saved model is their mean, and the mean
     over parts is not the run's `val_loss`.
 
     Args:
-        config: of the run, for which `has_positions`.
+        config: that of the run, for which `has_positions`.
         data: the folder of its corpus.
-        weights: the model that it saved.
+        weights: the file of the model that it has saved.
     """
     model, t = saved_model(config, weights), config.train
     tokens = TokenData(data, seq_len=t.seq_len, global_batch=t.global_batch, seed=config.seed)
@@ -49,10 +49,10 @@ def loss_by_position(config: RunConfig, data: Path, weights: Path) -> list[float
 
 
 def read_positions(ladder: Ladder) -> list[dict[str, Any]]:
-    """Return the losses by position of all points that say them: a row for each point and part of a sequence.
+    """Return the losses by position of all points that have them: a row for each point and part of a sequence.
 
-    Columns: rung, row, seed, to_token (the last token of the part), loss, and base_loss: of data-parallel training
-    (`plan.base_of`) of the same seed in the same part; None where that does not say it, as the oldest points do not.
+    Columns: rung, row, seed, to_token (the last token of the part, from 1), loss, and base_loss, that of data-parallel
+    training (`plan.base_of`) with the same seed in the same part; None where its point has none, as the oldest points.
     """
     found = []
     for rung in ladder.plan.rungs.values():

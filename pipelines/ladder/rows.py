@@ -1,9 +1,9 @@
-"""What is known of each row of the ladder, a file each: what a table depends on in place of all points.
+"""Write what is known of each row of the ladder into a file, on which tables depend in place of all points.
 
     python -m pipelines.ladder.rows
 
-A file for each row in build/ladder/rows/, with what every rung has of it: its settings as tuning found them, and its
-points. So a new point touches the tables that read its row, and no others.
+The file of a row, in build/ladder/rows/, says what each rung has of it: its settings as tuning found them, and digests
+of its points. So a new point makes the tables that read its row stale, and no others.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from pipelines.settings import set_values
 
 
 def known(ladder: Ladder) -> dict[str, dict[str, Any]]:
-    """Return what is known of each row at each rung that has points of it: their "settings", and a digest per seed."""
+    """Return what is known of each row, by its name, at each rung that has points of it.
+
+    It is their "settings", and a SHA-256 of each point, by "seed 0" and so on.
+    """
     found: dict[str, dict[str, Any]] = {name: {} for name in ladder.plan.rows}
     for name, rung in ladder.plan.rungs.items():
         for point in ladder.points_there(name, rung.rows):
@@ -28,7 +31,7 @@ def known(ladder: Ladder) -> dict[str, dict[str, Any]]:
 
 
 def main() -> None:
-    """Write all of them anew."""
+    """Remove the files of all rows, and write them anew."""
     folder = LADDER.build / "rows"
     shutil.rmtree(folder, ignore_errors=True)
     for row, rungs in known(LADDER).items():

@@ -1,7 +1,7 @@
-"""Tuning: downhill along one line after the other, until both neighbours of the best value are worse.
+"""Tuning of rows: downhill along one line after the other, until no neighbour of the best value is better.
 
-A walk asks for trials and is told their losses. It is a generator, so that whoever trains (`workers`) can have several
-walks going at once, and so that tests can walk over a loss in closed form.
+A walk yields values to try and is sent their losses. It is a generator, so that the `workers` can have several walks
+under way at once, and so that tests can walk over a loss in closed form.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lowcomm.settings import ConfigError
 from pipelines.ladder.plan import Ladder, Line, Plan, Point, Row, Values, write_whole
 from pipelines.ladder.workers import Task, Workers
 
-#: Asks for the loss of some values, is sent it, and returns the best values with theirs.
+#: A generator that yields values of lines, is sent their loss, and returns the best values with their loss.
 Walk = Generator[dict[str, float], float, tuple[dict[str, float], float]]
 
 
@@ -26,9 +26,10 @@ def _or_worst(loss: float) -> float:
 
 
 def walk_line(line: Line, name: str, values: dict[str, float], loss: float) -> Walk:
-    """Walk along a line from values whose loss is known. A loss that is not finite is worse than any other.
+    """Walk along the line `name` from values whose loss is known. A loss that is not finite is worse than any other.
 
-    Ends where both neighbours are worse, or where there is none: each step is by one neighbour, the way that went down.
+    Each step is to a neighbour that is better. The walk ends where no neighbour is, and returns those values and their
+    loss.
     """
     losses = {values[name]: loss}
     at, ways = values[name], [1, -1]
@@ -47,9 +48,9 @@ def walk_line(line: Line, name: str, values: dict[str, float], loss: float) -> W
 
 
 def walk_row(plan: Plan, row: Row, starts: Sequence[Values]) -> Walk:
-    """Walk along all lines of a row from the best of several starts.
+    """Walk along all lines of a row from the best of several starts, of which there is at least one.
 
-    What a start leaves out begins where the row begins it, or else where its line does.
+    A line that a start leaves out begins where the row begins it, or else where the line itself begins.
     """
     begin, tried = {name: plan.lines[name].begin for name in row.lines} | dict(row.begin), []
     for start in starts:
@@ -69,12 +70,12 @@ def _is_allowed(point: Point) -> bool:
 
 
 def _done(point: Point) -> dict[str, Any] | None:
-    """Return the outcome of a trial; None where it is not done, or its settings are refused by now."""
+    """Return the outcome of a trial; None where it is not done, or its settings are refused now."""
     return point.read() if _is_allowed(point) else None
 
 
 def best_trial(ladder: Ladder, row: Row, rung: str) -> list[dict[str, float]]:
-    """Return the values of the best of a row's trials that are done at a rung, or an empty list where none is."""
+    """Return the values of the best of a row's trials that are done at a rung, in a list; empty where none is."""
     files = sorted((ladder.results / "tuning" / rung / row.name).glob("*.json"))
     points = [ladder.trial(row, rung, json.loads(file.read_text())["values"]) for file in files]
     done = [told for point in points if (told := _done(point)) and told["val_loss"] is not None]
@@ -82,10 +83,10 @@ def best_trial(ladder: Ladder, row: Row, rung: str) -> list[dict[str, float]]:
 
 
 def still_stands(ladder: Ladder, row: Row, rung: str, entry: dict[str, Any] | None) -> bool:
-    """Tell whether what was found of a row still holds.
+    """Tell whether what was found of a row, its entry in the tuned values, still holds.
 
     It does if it has a value for each of the row's lines, and a trial of these values that would be the same today has
-    the loss that was found.
+    the loss that was found. entry: None where nothing was found.
     """
     if entry is None or "tuning_loss" not in entry or not set(row.lines) <= set(entry["values"]):
         return False
@@ -97,22 +98,23 @@ def tune(ladder: Ladder, rung: str, workers: Workers, rows: Collection[str] = ()
     """Tune the rows of a rung and return what was found: of each row its values, its loss, and how many trials it took.
 
     What is found of a row is written at once, beside what had been found of others. Where no rows are named, those of
-    which something has been found that `still_stands` are left as they are; named, they are walked once more.
+    which what was found still holds (`still_stands`) are left as they are; rows that are named are walked once more.
 
     A row begins with the best of three: what was found for it at the rung below, what was found for its parent here,
     and its own best trial here so far (which another order of its lines may have come to). A row without lines takes
     its parent's as it is. Where a walk comes to settings that are refused (a pull beyond its bound, say) it turns back.
 
     Args:
-        ladder: whose plan it is.
-        rung: where to tune.
-        workers: who trains the trials.
+        ladder: the ladder, with its plan.
+        rung: the rung whose rows are tuned.
+        workers: the processes that train the trials.
         rows: some rows of the rung, each of which begins from another of them or from one that has been tuned; by
             default all of them.
 
     Raises:
         ConfigError: the rung takes what was found at another, a row is none of the rung's, its parent has not been
             tuned, or it begins with settings that are refused.
+        RuntimeError: a trial fails, or the workers are told to stop.
     """
     plan = ladder.plan
     there = plan.rungs[rung]

@@ -1,8 +1,8 @@
-"""Workers of the ladder: processes that train one point after the other, its ranks as threads.
+"""Workers of the ladder: processes that train one point after the other, with its ranks as threads.
 
 There is one for each core, or there are several that share a GPU. What is done is written at once (`Point.file`), so
 that a kill at any moment costs no finished point; what is under way goes on from its last checkpoint, on the same
-machine. Told to stop (SIGTERM, Ctrl-C, or its parent is gone), a worker writes a checkpoint first.
+machine. A worker that is told to stop (by SIGTERM or Ctrl-C, or as its parent is gone) writes a checkpoint first.
 """
 
 from __future__ import annotations
@@ -31,36 +31,37 @@ from lowcomm.experiment.source import source_digest
 from pipelines.ladder.plan import Point, write_whole
 from pipelines.launch import KEEP_MEMORY, cores, environment, keep_to_core, process_context
 
-#: Asks for points one after the other, is sent their outcomes, and returns the tasks that can begin when it has ended.
+#: A generator that yields points one by one, is sent their outcomes, and returns the tasks that can begin after it.
 Task = Generator[Point, dict[str, Any], list[Any]]
 
 
-#: As many processes as NVIDIA's multi-process service lets share a GPU of any kind.
+#: The most processes that NVIDIA's multi-process service lets share a GPU of any kind.
 MOST_ON_GPU = 16
 
 
 class Stopped(RuntimeError):
-    """The workers were told to stop; what is done is kept."""
+    """Raised where the workers are told to stop; what is done is kept."""
 
 
 def folder_of(point: Point) -> RunFolder:
-    """Where a point's run lies until it is done."""
+    """Return the folder of a point's run, which is there until the point is done."""
     inner = point.ladder.results.name / point.file.relative_to(point.ladder.results).with_suffix("")
     return RunFolder(point.ladder.build / "runs" / inner, point.ladder.build / "times" / inner)
 
 
 def can_compile() -> bool:
-    """Tell whether torch finds what it compiles with: on a GPU it brings it along, else it takes CXX, or g++."""
+    """Tell whether torch finds a compiler: with a GPU it brings its own, else it takes that of CXX, by default g++."""
     return default_device().type == "cuda" or shutil.which(os.environ.get("CXX", "g++")) is not None
 
 
 def train_point(point: Point, *, compiled: bool = True) -> dict[str, Any] | None:
-    """Train a point in this process and return its outcome; None if it was told to stop.
+    """Train a point in this process and return its outcome; None if it was told to stop before its end.
 
-    A trial whose values are not finite any more has the loss None, and "diverged" says where.
+    A trial whose values are not finite any more has the loss None, and "diverged" says where. Raises NotFinite where a
+    result diverges, and ConfigError where the corpus here is not that of the points.
 
-    compiled: let what is to be compiled be compiled, where there is a compiler (`can_compile`); that changes what
-    another device changes too, how it rounds.
+    compiled: whether what its settings say is compiled, where there is a compiler (`can_compile`); that changes how the
+    run rounds, as another device does.
     """
     from lowcomm.experiment.train import train_in_threads
     from pipelines.ladder.positions import has_positions, loss_by_position
@@ -101,14 +102,14 @@ def train_point(point: Point, *, compiled: bool = True) -> dict[str, Any] | None
 
 
 def curve(rows: Sequence[dict[str, Any]]) -> list[tuple[int, float]]:
-    """Return the training loss in as many as 32 parts of a run: the last step of each part, and its mean loss."""
+    """Return the training loss in up to 32 parts of a run, as (last step of the part, its mean loss) for each."""
     ends = sorted({-(-len(rows) * part // 32) for part in range(1, 33)})
     parts = [rows[begin:end] for begin, end in itertools.pairwise([0, *ends])]
     return [(part[-1]["step"], round(statistics.mean(row["loss"] for row in part), 5)) for part in parts]
 
 
 def one_by_one(points: Sequence[Point], workers: Workers) -> None:
-    """Train points that depend on nothing."""
+    """Train points, none of which depends on another. Raises RuntimeError as `Workers.run` does."""
 
     def one(point: Point) -> Task:
         yield point
@@ -118,9 +119,9 @@ def one_by_one(points: Sequence[Point], workers: Workers) -> None:
 
 
 def _work(pipe: Connection, wanted: dict[str, str], compiled: bool) -> None:
-    """Train what is asked for, until nothing is; send back (outcome, error).
+    """Train the points that come through a pipe, until None comes; send back (outcome, error), "" for no error.
 
-    The variables of `wanted` are set first: who forks this process has the environment that there was when it began.
+    The variables of `wanted` are set first: the server that forks this process has the environment of its own start.
     """
     os.environ |= wanted
     from lowcomm.experiment.stop import requested, stopping_on_signals
@@ -136,9 +137,9 @@ def _work(pipe: Connection, wanted: dict[str, str], compiled: bool) -> None:
 class Workers:
     """The processes that train points: one for each core, or for three of four where there is a GPU that they share.
 
-    They are started when the first point wants training. Use this in a `with` statement, which ends them.
+    They are started when the first point is to be trained. Use this in a `with` statement, which ends them.
 
-    stopping_s: the seconds that they have to write checkpoints when it ends. compiled: see `train_point`.
+    stopping_s: the seconds that they have to write checkpoints when that ends. compiled: as in `train_point`.
     """
 
     def __init__(self, stopping_s: float = SAVING_S, *, compiled: bool = True) -> None:
@@ -193,10 +194,10 @@ class Workers:
             process.kill()
 
     def run(self, tasks: Sequence[Task]) -> None:
-        """Do tasks, those that they return too: a point of each at a time, as many at once as there are workers.
+        """Do tasks and those that they return, one point of each at a time, as many at once as there are workers.
 
-        The first tasks begin first, and one that has begun goes before one that has not. Raises RuntimeError where a
-        point fails, and Stopped.
+        The first tasks begin first, and one that has begun goes before one that has not. A point that is done is not
+        trained again. Raises RuntimeError where a point fails, and Stopped where the workers are told to stop.
         """
         begun: list[tuple[Task, dict[str, Any]]] = []
         waiting = list(tasks)
