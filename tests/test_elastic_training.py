@@ -388,6 +388,27 @@ def test_slots_of_other_settings_are_refused(store: Notes, corpus: Path, tmp_pat
     assert said == ["refused"]
 
 
+@pytest.mark.fault(
+    "a replica is killed before its first checkpoint, and starts with another store", "it begins the run anew"
+)
+def test_what_was_trained_with_another_store_does_not_stand_before_what_is(
+    store: Notes, corpus: Path, tmp_path: Path
+) -> None:
+    config = small_run(replicas=1)
+
+    def crash(trainer: Trainer, row: dict[str, Any]) -> None:
+        if row["step"] == 10:
+            raise Crash
+
+    with pytest.raises(Crash):
+        train_elastic(config, store, 0, corpus, tmp_path / "run", on_row=crash)
+    rows = tmp_path / "run" / "slot-000" / "metrics" / "rank-000.jsonl"
+    assert rows.read_text()
+    for name in ("run", "plain"):
+        train_elastic(config, elastic_store("127.0.0.1:0", hosts=True), 0, corpus, tmp_path / name)
+    assert rows.read_text() == (tmp_path / "plain" / "slot-000" / "metrics" / "rank-000.jsonl").read_text()
+
+
 def test_results_are_not_given_up_for_a_run_that_cannot_begin(store: Notes, corpus: Path, tmp_path: Path) -> None:
     config, out = small_run(replicas=1), tmp_path / "run"
     train_elastic(config, store, 0, corpus, out)

@@ -136,8 +136,8 @@ def _train(
     found = checkpoints.newest(run)
     if found is None:
         if claim:
-            if not folder.metrics(0).exists():  # else an earlier start was killed before its first checkpoint
-                claim.begin()
+            if not (folder.metrics(0).exists() and engine.was_there()):
+                claim.begin()  # else an earlier start in this run was killed before its first checkpoint
             mark_source(folder, begins=True)
         own.barrier()
     else:

@@ -376,6 +376,10 @@ class ElasticUpdates(Engine):
         self.elastic.read()
         return bool(self._says(self.elastic.roll.is_over))
 
+    def was_there(self) -> bool:
+        """Tell whether an earlier start of this slot has joined the run; True, too, where the log cannot be read."""
+        return not self.elastic.read() or self.slot in self.elastic.roll.holder
+
     @property
     def rounds_done(self) -> int:
         """The number of rounds that the parameters last agreed contain, as far as this replica has applied them."""
