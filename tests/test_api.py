@@ -392,6 +392,20 @@ def test_progress_below_the_precision_of_parameters_is_kept(dtype: torch.dtype, 
     assert lowcomm.run_threads(work, replicas=4) == [rounds / 4] * 4
 
 
+def test_an_engine_that_derives_from_local_updates_is_made_as_itself() -> None:
+    class Counting(lowcomm.LocalUpdates):
+        taken = 0
+
+        def step(self, tokens: int = 1) -> dict[str, float]:
+            self.taken += 1
+            return super().step(tokens)
+
+    method = lowcomm.MethodConfig("parameters", sync_every_steps=2)
+    engine = Counting.of(nn.Linear(3, 1), lowcomm.world(), method)
+    engine.step()
+    assert engine.taken == 1
+
+
 def test_a_second_finish_exchanges_nothing() -> None:
     def work(world: lowcomm.World) -> list[str]:
         torch.manual_seed(0)

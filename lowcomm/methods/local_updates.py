@@ -455,7 +455,7 @@ class LocalUpdates(Engine):
     @classmethod
     def of(cls, model: nn.Module, world: World, method: MethodConfig, **known: Any) -> LocalUpdates:
         """Return local updates of a model whose replicas begin alike already; `known` is as for the constructor."""
-        return LocalUpdates(model, world, method, broadcast=False, **known)
+        return cls(model, world, method, broadcast=False, **known)
 
     @classmethod
     def check(cls, method: MethodConfig, replicas: int) -> None:
