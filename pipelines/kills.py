@@ -66,7 +66,7 @@ METHODS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 
 
 class Here:
-    """What starts the processes of `Replicas` on this machine, in place of a testbed with its nodes."""
+    """A stand-in for a testbed that starts the processes of `Replicas` on this machine, whatever their node."""
 
     @staticmethod
     def start(node: int, words: list[str], *, environment: Mapping[str, str], **popen: Any) -> subprocess.Popen:

@@ -121,7 +121,7 @@ METHODS = {
 
 @dataclass(frozen=True)
 class Run:
-    """What was seen of one run over a testbed.
+    """The measurements of one run over a testbed.
 
     spans: the traces of its ranks, in rank order. losses: the training losses of the last rank, step by step. counted:
     the number of steps over which rank 0's bytes were counted, the bytes that its interface sent in them, and those

@@ -128,9 +128,10 @@ def corpus(folder: Path) -> Path:
 
 
 class Starts(Protocol):
-    """What starts commands on nodes, as a `Testbed` does.
+    """The interface by which a storm starts commands on nodes; `Testbed` implements it.
 
-    `start` runs `words` on the node of a number, and returns the process; for cuts it needs `cut` and `mend` as well.
+    `start` runs `words` on the node of a number, and returns the process. Faults that cut a link need the methods `cut`
+    and `mend` as well.
     """
 
     def start(self, node: int, words: Sequence[str], **popen: Any) -> subprocess.Popen: ...

@@ -59,7 +59,7 @@ def small_run(run: str = "diloco_m2", **override: Any) -> RunConfig:
 
 
 def settings_of(config: RunConfig) -> list[str]:
-    """What makes `config` of its run at smoke scale, as words for `--set`."""
+    """Return the words for `--set` that make `config` of its run at smoke scale."""
     smoke = run_config(config.name, variant=config.variant, scale="smoke")
     grid = [
         f"{key}={getattr(config, key)}" for key in ("replicas", "stages") if getattr(config, key) != getattr(smoke, key)

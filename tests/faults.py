@@ -26,7 +26,7 @@ State = tuple[int, tuple[float, ...], tuple[float, ...]]  # version, parameters 
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens at a time.
+    """A fault that happens at a time.
 
     kind: "kill" (`slots` die, and are back after `seconds`), "pause", "cut" (`slots` and `others` lose sight of each
     other), "offline" (`slots` lose sight of the log), "slow" (what `slots` send takes as long as others wait, or
@@ -114,7 +114,7 @@ class Faulty:
         return 0.25 + sum((a - 1) ** 2 for a in agreed) / len(agreed)
 
     def roll(self) -> Roll:
-        """What the log says at the end."""
+        """Return the state that the log adds up to at the end."""
         roll = Roll(self.slots, self.quorum, self.rounds)
         for entry in self.log:
             roll.take(entry)

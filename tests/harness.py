@@ -36,11 +36,11 @@ from pipelines.project import ROOT
 
 
 class Crash(RuntimeError):
-    """What tests raise in the midst of a run, to resume it."""
+    """The error that tests raise in the midst of a run, which they then resume."""
 
 
 def as_threads(case: str, replicas: int, folder: Path, *, stages: int = 1, **comm: Any) -> list[Any]:
-    """Results of a case in rank order, each having been through JSON."""
+    """Return the results of a case in rank order, each of which has been through JSON."""
     from tests import cases
 
     work = getattr(cases, case)
@@ -49,12 +49,12 @@ def as_threads(case: str, replicas: int, folder: Path, *, stages: int = 1, **com
 
 
 def train_in_processes(ranks: int, *words: str) -> subprocess.CompletedProcess[str]:
-    """`lowcomm.train` to its end, a process for each rank; what it says is captured, the exit status not checked."""
+    """Run `lowcomm.train` to its end, a process for each rank; keep its output, and leave its exit status unchecked."""
     return Group(command, *words, ranks=ranks).wait()
 
 
 def command(*words: str) -> None:
-    """What `python -m lowcomm.train` does."""
+    """Do what `python -m lowcomm.train` does with these words."""
     from lowcomm.train import main
 
     sys.exit(main(list(words)))
@@ -114,7 +114,7 @@ class Group:
         return subprocess.CompletedProcess([], status, text, text)
 
     def said(self) -> str:
-        """What they have written since this was asked last."""
+        """Return what the processes have written since the last call."""
         return self._said.read()
 
     def kill(self, *processes: BaseProcess) -> None:

@@ -29,7 +29,7 @@ def moves(replica: int, turn: int) -> Tensor:
 
 
 def begun(world: World, **method: object) -> list[Tensor]:
-    """Where a replica begins its inner steps after each turn, if these move it by `moves` wherever it is."""
+    """Return where a replica begins its inner steps after each turn, if these move it by `moves` wherever it is."""
     x = nn.Parameter(torch.ones(NUMEL))
     sync, found = LocalUpdates({"x": x}, world, steps=TURNS, **method), []
     for turn in range(TURNS):

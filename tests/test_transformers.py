@@ -61,19 +61,19 @@ def trainer(world: lowcomm.World, args: Any, *more: Any, evaluated: Any = None) 
 
 
 def logged(found: Any, key: str) -> dict[int, float]:
-    """What a Trainer has logged under a key, by step."""
+    """Return what a Trainer has logged under a key, by step."""
     return {entry["step"]: entry[key] for entry in found.state.log_history if key in entry}
 
 
 def cosines(found: Any) -> list[dict[str, float]]:
-    """What the engine has said in a Trainer's training, in order."""
+    """Return the cosines that the engine has logged in a Trainer's training, in order."""
     said = [{k: v for k, v in entry.items() if k.startswith("cosine")} for entry in found.state.log_history]
     return [entry for entry in said if entry]
 
 
 @torch.no_grad()
 def evaluate(model: nn.Module) -> float:
-    """The loss on the sequences that the Trainer evaluates, in batches of eight."""
+    """Return the loss on the sequences that the Trainer evaluates, in batches of eight."""
     losses = [model(input_ids=ids, labels=ids).loss.repeat(8)[: len(ids)] for ids in sequences(9).split(8)]
     return torch.cat(losses).numpy().mean().item()
 
@@ -123,7 +123,7 @@ class Sampling(transformers.TrainerCallback):
 
 
 def under_torchrun(folder: Path) -> dict[str, Any]:
-    """What one rank finds."""
+    """Return what one rank under torchrun finds."""
     world = lowcomm.world()
     found: dict[str, Any] = {}
     found["not alone"] = refused(lambda: trainer(world, arguments(folder / "x")))
