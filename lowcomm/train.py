@@ -255,7 +255,10 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     if args.list:
-        print(list_runs(Project.find(args.project), args.scale))
+        try:
+            print(list_runs(Project.find(args.project), args.scale))
+        except ConfigError as error:
+            parser.error(str(error))
         return 0
     if (args.run is None) == (args.jobs is None):
         parser.error("name a run, or a file of --jobs, or ask for --list")

@@ -154,6 +154,7 @@ def test_what_is_no_model_no_ranks_or_no_method_is_refused_by_one_line() -> None
         (lowcomm.DeMo(model, world).state_dict(), "it lacks 0/momentum"),
         (lowcomm.SparseLoCo(model, world).state_dict(), "it has 0/residual"),
         (state | {"1/agreed": torch.zeros(4)}, "it has 1/agreed"),
+        (state | {"0/under_way": torch.zeros(1)}, r"0/under_way has the shape \[1\], not \[4\]"),
         (state | {"0/momentum": torch.zeros(1)}, r"0/momentum has the shape \[1\], not \[4\]"),
         ({name: value for name, value in state.items() if name != "closed_after"}, "it lacks closed_after"),
     ):

@@ -249,7 +249,7 @@ def test_margins_named_beforehand_are_judged_where_there_are_seeds() -> None:
 
 
 def test_margins_are_corrected_for_their_number() -> None:
-    """What one test would tell of nothing: a gap at its margin, in a twentieth of all cases."""
+    """Of three gaps that lie at their margins, one is judged no more often than a single test's 5 % of each tail."""
     outcomes = []
     for seed in range(40):
         some = [

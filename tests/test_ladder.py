@@ -315,7 +315,7 @@ lines:
 
 
 def test_a_row_of_a_larger_rung_begins_with_the_better_of_two(tmp_path: Path) -> None:
-    """What was found for it at the rung below, and what was found for its parent here; without lines, as its parent."""
+    """It begins with its own at the rung below, or with its parent's here; without lines, it is as its parent."""
     ladder = small_ladder(tmp_path, tmp_path / "build", METHODS, TWO_RUNGS)
     best = {"a": 0.04, "b": 0.005}
 
@@ -509,7 +509,7 @@ def test_points_are_those_of_plain_runs_and_none_is_done_again(small: Ladder, ca
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the workers in /proc")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_ladder_that_is_killed_goes_on(number: signal.Signals, small: Ladder) -> None:
-    """What was done is kept as it is, the workers end too, and a second call does the rest."""
+    """Points that were done are kept as they are, the workers end too, and a second call does the rest."""
     for name, old, new in (("params", "steps: 12", "steps: 80"), ("plan", "rows: [plain, diloco/m2]", "rows: [plain]")):
         file = small.folder / f"{name}.yaml"
         file.write_text(file.read_text().replace(old, new).replace("tuned_at: a}", "tuned_at: a, rows: [plain]}"))

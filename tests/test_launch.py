@@ -444,13 +444,14 @@ def test_runs_in_turn_on_several_machines_have_equally_many_stages(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        ("--list --scale larger", "no scale named 'larger'"),
         ("diloco_m2 --quorum 0 --grace 1", "--quorum, --grace: this means nothing without --store"),
         ("diloco_m2 --host 10.0.0.1", "--host: this means nothing without --store"),
         ("--jobs jobs.json --seed 0 --again", "--again, --seed: this means nothing beside --jobs"),
         ("--jobs jobs.json --set train.steps=3 --out a", "--out, --set: this means nothing beside --jobs"),
     ],
 )
-def test_options_that_would_be_ignored_are_refused(words: str, message: str, capsys: pytest.CaptureFixture) -> None:
+def test_options_that_mean_nothing_are_refused(words: str, message: str, capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit):
         training.main(words.split())
     assert message in capsys.readouterr().err

@@ -165,7 +165,7 @@ def test_the_pull_conserves_the_mean_over_replicas() -> None:
 def test_one_message_does_what_two_do_in_half_the_bytes(
     method: dict, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the pull is the learning rate: the same weights but for rounding."""
+    """If the pull is the learning rate, the weights are the same but for rounding."""
     config = noloco_run(method=method | {"outer_pull": 0.7}, train={"steps": 24})
 
     def work(world: World) -> dict:

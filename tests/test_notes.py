@@ -133,7 +133,7 @@ def test_who_closes_waits_for_what_is_under_way_and_asks_nothing_more() -> None:
 
     def connect() -> Kept:
         connecting.set()
-        time.sleep(0.8)
+        time.sleep(2)  # longer than an answer may take
         raise RuntimeError("nobody there")
 
     notes = Notes(store, 0.5, connect=connect)

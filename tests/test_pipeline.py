@@ -147,7 +147,7 @@ def test_recomputation_changes_nothing(stages: int, corpus: Path, tmp_path: Path
 
 
 def test_recomputation_keeps_less(corpus: Path) -> None:
-    """What autograd saves of four blocks, in bytes: with recomputation the blocks' inputs alone, besides the head's."""
+    """With recomputation, autograd saves the inputs of four blocks alone, besides those of the head."""
     config = ModelConfig(dim=64, layers=4, heads=4, ffn_dim=256, vocab_size=64, seq_len=64)
     tokens = torch.randint(0, 64, (4, 65))
     saved = {}
@@ -168,7 +168,7 @@ def test_recomputation_keeps_less(corpus: Path) -> None:
 
 
 def test_the_last_stage_keeps_nothing_of_its_head_while_it_waits(corpus: Path) -> None:
-    """When a micro-batch reaches the head, what autograd saved there of those before is gone."""
+    """Tensors that autograd saved at the head are gone by the time that the next micro-batch reaches it."""
     config = deep_run(replicas=1, train={"accumulation": 4, "global_batch": 8})
     data = TokenData(corpus, seq_len=config.train.seq_len, global_batch=8, seed=0)
 

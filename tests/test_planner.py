@@ -484,7 +484,7 @@ def test_the_committed_penalties_are_of_the_ladder_and_the_papers() -> None:
 
 
 def test_the_first_row_becomes_a_project_that_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What --write writes is read as the same configuration, and two ranks of it train a few steps."""
+    """The project that --write makes is read as the same configuration, and two ranks of it train a few steps."""
     shape = "dim=32,layers=4,heads=2,ffn_dim=64,vocab_size=300,seq_len=32"
     words = ["--nodes", "2", "--memory-gb", "1", "--mbit-per-s", "1", "--tflops", "0.001", "--model", shape]
     words += ["--tokens", "20000", "--global-batch", "16", "--write", str(tmp_path / "here")]

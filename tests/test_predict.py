@@ -359,7 +359,7 @@ def test_weights_are_held_in_bf16_as_well_where_that_is_computed() -> None:
 
 
 def test_an_exchange_that_is_waited_for_has_a_message_and_a_mean() -> None:
-    """Where that is more than activations, which are gone by then; with overlap a fragment is on its way."""
+    """They count beyond the bytes of activations, which are gone by then; with overlap a fragment is on its way."""
     small = {"replicas": 2, "train": {"seq_len": 2, "global_batch": 2}}
     told = {}
     for tau in (0, 1):

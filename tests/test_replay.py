@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -74,6 +76,14 @@ def test_a_wire_serves_in_order_and_a_verb_waits_for_all() -> None:
     assert np.allclose(replay(traces, 0.25).seconds, 10)
     free = [[_span(s.rank, i, s.submitted, 0.0, s.entered_wait, axis="world") for i, s in enumerate(t)] for t in traces]
     assert np.allclose(replay(free, 0.25).seconds, 5.5)
+
+
+def test_traces_are_read_in_the_order_of_ranks(tmp_path: Path) -> None:
+    ranks = (0, 999, 1000, 1001, 2, 10_000)  # beyond three digits, names are not in the order of numbers
+    for rank in ranks:
+        row = dataclasses.asdict(_span(rank, 0, 0.0, 0.0, 0.0))
+        RunFolder(tmp_path, tmp_path).trace(rank).write_text(json.dumps(row))
+    assert [span.rank for (span,) in read_traces(tmp_path)] == sorted(ranks)
 
 
 def test_traces_that_do_not_fit_are_refused(tmp_path: Path) -> None:

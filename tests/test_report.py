@@ -32,7 +32,7 @@ def test_noise_is_pooled_by_degrees_of_freedom() -> None:
 
 
 def test_pairs_are_of_one_seed_whatever_their_order() -> None:
-    """What seeds share is no noise: each has 3 % between the two cells, and 40 % between itself and the others."""
+    """A difference that seeds share is no noise: each has 3 % between two cells, and 40 % between itself and others."""
     low = {0: 1.0, 1: 1.4, 2: 1.9, 5: 7.0}
     high = {2: 1.9 * 1.031, 0: 1.03, 1: 1.4 * 1.029, 4: 0.1}
     c = Comparison({name: [summary(v, s) for s, v in cell.items()] for name, cell in (("low", low), ("high", high))})

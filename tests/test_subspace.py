@@ -150,7 +150,7 @@ def test_boundaries_are_exact_over_200_steps_and_through_updates(mode: str, corp
 
 
 def test_without_the_fixed_embedding_much_would_be_lost() -> None:
-    """What the token ids are for: the stream alone is of full rank, so that a test of exactness can fail."""
+    """The stream alone, without its token ids, is of full rank, so that a test of exactness can fail."""
     model = Decoder(ModelConfig(16, 2, 2, 32, 64, 8), Constraint(4)).initialise(0)
     x = model.embed(torch.arange(8)[None])[0]
     assert relative(project(x, model.basis_DR, 1), x) > 0.3

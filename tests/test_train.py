@@ -449,7 +449,7 @@ def test_a_fresh_start_leaves_nothing_of_the_run_before(corpus: Path, tmp_path: 
 def test_a_run_is_marked_with_the_source_as_it_was_loaded(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which may be another by the time it is trained; and reading it would hold up rank 0, for whom others wait."""
+    """The source may be another by the time a run trains; and reading it would hold up rank 0, for whom others wait."""
 
     def read_now() -> str:
         raise AssertionError("the source was read when it was trained")

@@ -92,14 +92,16 @@ class Notes:
         thread.start()
 
     def close(self, *, wait: bool = True) -> None:
-        """Make no more calls to the store, and wait for those under way, at most a second longer than for an answer.
+        """Make no more calls to the store, and wait for those under way, at most a second longer than each may take.
 
         wait: False to return at once. From now on no note is written, and none has an answer.
         """
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True
-                self._until = time.monotonic() + self._within_s + 1  # as long as it takes to make a connection
+                now = time.monotonic()
+                _, begin, end = self._made
+                self._until = max(now + self._within_s, begin + _MADE_WITHIN_S if end > now else 0.0) + 1
                 self._asked.put(None)
             threads = list(self._threads) if wait else []
         for thread in threads:

@@ -51,7 +51,7 @@ def read_traces(times: Path) -> list[list[Span]]:
 
     Raises ValueError where there is none.
     """
-    paths = sorted(times.glob("trace-*.jsonl"))
+    paths = sorted(times.glob("trace-*.jsonl"), key=lambda path: (len(path.name), path.name))  # ranks of 1,000 and more
     if not paths:
         raise ValueError(f"no trace in {times}: train with comm.trace = true")
     return [[_span(json.loads(line)) for line in path.read_text().splitlines()] for path in paths]

@@ -127,8 +127,10 @@ def _entry(run: str, params: Params) -> dict[str, Any]:
 def points(run: str, params: Params, scale: str) -> list[tuple[str, int]]:
     """Return the (variant, seed) pairs that make up a run, in order; the smoke scale takes each variant's first seed.
 
-    The variant is "" where the run is no sweep. Raises ConfigError where the entry of the run is missing or malformed.
+    The variant is "" where the run is no sweep. Raises ConfigError where there is no such scale, and where the entry of
+    the run is missing or malformed.
     """
+    pick(params["scales"], scale, "scale")
     entry = _entry(run, params)
     return [
         (variant, seed)

@@ -82,19 +82,6 @@ Event = Callable[[Round, tuple[int, ...]], None]
 _LOOK_S, _FASTER = 0.1, 1.1
 
 
-def _asked(notes: Notes, what: str, mine: str, within_s: float) -> str:
-    """Write a note to the store where there is none of that name yet, and return the one that is there now.
-
-    Raises CommError where the store does not answer for `within_s` seconds.
-    """
-    until = time.monotonic() + within_s
-    while (there := notes.write_once(f"elastic/{what}", mine)) is None:
-        if time.monotonic() >= until:
-            raise CommError("the store of the replicas' membership does not answer")
-        time.sleep(_LOOK_S)
-    return there
-
-
 class _Gap:
     """The inner steps of one replica between two turns, or since it has come to where the others are.
 
@@ -220,6 +207,7 @@ class ElasticUpdates(Engine):
         check_place(slot, slots, quorum)
         if world is not None and world.replicas > 1:
             raise ConfigError(f"the world of an elastic replica has one replica, itself, not {world.replicas}")
+        self.notes, self.rules = notes, rules or Rules()
         self.slot, self.steps, self.seed = slot, steps, seed
         self.world = world if world is not None and world.stages > 1 else None
         self.on_leave, self.on_join = on_leave, on_join
@@ -251,16 +239,14 @@ class ElasticUpdates(Engine):
             self._check_turns(self.world)
         # What is refused so far leaves no word in the store, which the others would be held to.
         own = {"slots": slots, "steps": steps, "seed": seed, "stages": stages, "quorum": quorum}
-        rules = rules or Rules()
-        own["rules.silence_s"] = rules.silence_s  # by which each times the signs that others wait for
+        own["rules.silence_s"] = self.rules.silence_s  # by which each times the signs that others wait for
         told = begun_with(method, self.named, **{**(begun or {}), **own})
-        self._agree(notes, f"settings/{stage}", told, rules.timeout_s)
+        self._agree(f"settings/{stage}", told)
         # Which log it is: versions of another mean nothing in it.
-        self._log = _asked(notes, "log", uuid.uuid4().hex, rules.timeout_s)
+        self._log = self._asked("log", uuid.uuid4().hex)
         who = f"{slot}.{uuid.uuid4().hex[:12]}"
         if self.world is not None:
             who = self.world.tell(who, axis="stage")[0]
-        self.notes = notes
         self.elastic = Elastic(
             notes,
             who,
@@ -268,7 +254,7 @@ class ElasticUpdates(Engine):
             slots=slots,
             quorum=quorum,
             end=len(self._turns),
-            rules=rules,
+            rules=self.rules,
             host=host,
             serve=self._serve,
             load=self._load,
@@ -338,11 +324,22 @@ class ElasticUpdates(Engine):
             found.update(fragment.agreed.cpu().numpy().tobytes())
         return found.hexdigest()
 
-    @staticmethod
-    def _agree(notes: Notes, what: str, mine: dict[str, Any], within_s: float) -> None:
+    def _asked(self, what: str, mine: str) -> str:
+        """Write a note to the store where there is none of that name yet, and return the one that is there now.
+
+        Raises CommError where the store does not answer for `Rules.timeout_s`.
+        """
+        until = time.monotonic() + self.rules.timeout_s
+        while (there := self.notes.write_once(f"elastic/{what}", mine)) is None:
+            if time.monotonic() >= until:
+                raise CommError("the store of the replicas' membership does not answer")
+            time.sleep(_LOOK_S)
+        return there
+
+    def _agree(self, what: str, mine: dict[str, Any]) -> None:
         """Raise ConfigError where others have left other settings in the store under this name; else leave these."""
         told = json.dumps(mine)
-        if differs := first_difference(json.loads(_asked(notes, what, told, within_s)), json.loads(told), "there"):
+        if differs := first_difference(json.loads(self._asked(what, told)), json.loads(told), "there"):
             raise ConfigError(
                 f"replicas were started differently: {differs} (a store is of one run: another run needs another store)"
             )
@@ -357,8 +354,7 @@ class ElasticUpdates(Engine):
         try:
             self.elastic.read()
             if self._says(not self._version and not self.elastic.roll.rounds):
-                what, within_s = f"weights/{self.elastic.stage}", self.elastic.rules.timeout_s
-                self._agree(self.notes, what, {"initial weights": self._digest()}, within_s)
+                self._agree(f"weights/{self.elastic.stage}", {"initial weights": self._digest()})
             self.elastic.join(self._version)
             self._catch_up()
             self._gap = _Gap(self.steps_done, is_whole=self.steps_done == 0)
@@ -687,7 +683,7 @@ class ElasticUpdates(Engine):
 
     def _serve(self, wanted: int, has: int = 0) -> tuple[int, bytes] | None:
         with self._lock:
-            if not self._lock.wait_for(lambda: self._version >= wanted, self.elastic.rules.timeout_s):
+            if not self._lock.wait_for(lambda: self._version >= wanted, self.rules.timeout_s):
                 return None
             state = self._state(self._version, since=has)
         return int(state["version"]), safetensors.torch.save(state)

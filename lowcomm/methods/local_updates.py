@@ -43,7 +43,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -105,6 +105,9 @@ class FragmentState:
     slow weights), None where there are none; `due`, the step after which the first is applied; `turns`, the number of
     turns that the fragment has had; `numel`, its values.
     """
+
+    #: Attributes that a state dictionary has beside outer state: numbers always, means where they are under way.
+    numbers, means = ("due", "turns"), ("under_way", "peers")
 
     def __init__(
         self,
@@ -310,7 +313,7 @@ class FragmentState:
         From then on their handles give them without a wait.
         """
         found = {}
-        for name in ("under_way", "peers"):
+        for name in self.means:
             if (handle := getattr(self, name)) is not None:
                 found[name] = handle.wait()
                 setattr(self, name, world.done(found[name]))
@@ -335,21 +338,18 @@ class FragmentState:
         self._state.load(state)
 
     def state_dict(self, world: World) -> dict[str, Tensor]:
-        """Return outer state, the means that were under way, which it waits for, and `due` and `turns`, by name."""
-        return {
-            **self.outer_state(),
-            **self.arrived(world),
-            "due": torch.tensor(self.due),
-            "turns": torch.tensor(self.turns),
-        }
+        """Return outer state, the means under way, which it waits for, and the numbers `due` and `turns`, by name."""
+        numbers = {name: torch.tensor(getattr(self, name)) for name in self.numbers}
+        return {**self.outer_state(), **self.arrived(world), **numbers}
 
     def load_state_dict(self, state: Mapping[str, Tensor], world: World) -> None:
         """Restore what `state_dict` returned, which `check_state` has found to be a state of this fragment."""
         self.put_outer_state(state)
-        for name in ("under_way", "peers"):
+        for name in self.means:
             there = state.get(name)
             setattr(self, name, None if there is None else world.done(there.to(world.device, copy=True)))
-        self.due, self.turns = int(state["due"]), int(state["turns"])
+        for name in self.numbers:
+            setattr(self, name, int(state[name]))
 
 
 def fragment_states(
@@ -618,10 +618,7 @@ class LocalUpdates(Engine):
 
         Raises ConfigError, before anything is restored, where it is not a state of this method and this model.
         """
-        indices = range(len(self.fragments))
-        counts = ["steps_done", "closed_after", *(f"{i}/{name}" for i in indices for name in ("due", "turns"))]
-        on_their_way = [f"{i}/{name}" for i in indices for name in ("under_way", "peers")]
-        check_state(state, self.fragments, {name: [] for name in counts}, optional=on_their_way)
+        check_state(state, self.fragments, {"steps_done": [], "closed_after": []}, transfers=True)
         for index, fragment in enumerate(self.fragments):
             fragment.load_state_dict(of_fragment(state, index), self.world)
         self.steps_done, self._closed_after = int(state["steps_done"]), int(state["closed_after"])
@@ -647,23 +644,28 @@ def check_state(
     state: Mapping[str, Tensor],
     fragments: Sequence[FragmentState],
     besides: Mapping[str, list[int]],
-    optional: Collection[str] = (),
+    *,
+    transfers: bool = False,
 ) -> None:
     """Raise ConfigError where a state dictionary is not one of these fragments.
 
-    It must hold the outer state of each fragment and the tensors that `besides` gives by name, in their shapes. It may
-    hold those named in `optional`, and nothing else.
+    It must hold the outer state of each fragment and the tensors that `besides` gives by name, in their shapes; with
+    `transfers`, also the numbers of each fragment, and its means where they were under way. It may hold nothing else.
     """
-    needed = dict(besides)
+    needed, optional = dict(besides), {}
     for index, fragment in enumerate(fragments):
         needed |= {f"{index}/{name}": list(value.shape) for name, value in fragment.outer_state().items()}
+        if transfers:
+            needed |= {f"{index}/{name}": [] for name in fragment.numbers}
+            optional |= {f"{index}/{name}": [fragment.numel] for name in fragment.means}
     what = f"this is no state of a method of {len(fragments)} fragments"
     if missing := sorted(needed.keys() - state.keys()):
         raise ConfigError(f"{what}: it lacks {missing[0]}")
-    if strange := sorted(state.keys() - needed.keys() - set(optional)):
+    known = needed | optional
+    if strange := sorted(state.keys() - known.keys()):
         raise ConfigError(f"{what} like these: it has {strange[0]}")
-    for name, shape in needed.items():
-        if list(state[name].shape) != shape:
+    for name, shape in known.items():
+        if name in state and list(state[name].shape) != shape:
             raise ConfigError(f"{what} like these: {name} has the shape {list(state[name].shape)}, not {shape}")
 
 
