@@ -9,12 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
+from lowcomm.choices import choose
 from lowcomm.experiment.config import TrainConfig
 from lowcomm.experiment.inner import inner_optimizer, set_learning_rate
 from lowcomm.experiment.run_folder import read_metrics
 from lowcomm.experiment.train import train_in_threads
 from lowcomm.methods import muon
+from lowcomm.methods.inner import InnerOptimizer
 from lowcomm.model.config import ModelConfig
 from lowcomm.model.decoder import Decoder
 from lowcomm.settings import ConfigError
@@ -94,6 +97,21 @@ def test_without_bf16_it_is_as_near_to_torch_s_as_rounding_lets_it_be(shape: tup
     wanted = -weight.detach() / math.sqrt(max(1.0, shape[0] / shape[1]))
     assert torch.equal(found, found.bfloat16().float())
     assert (found - wanted).norm() < 0.015 * wanted.norm()
+
+
+@pytest.mark.parametrize("slow", [False, True], ids=["bf16", "fp32"])
+def test_its_products_are_those_that_are_counted(slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(muon, "_bf16_is_slow", lambda p: slow)
+    for name, some in {"muon": True, "adamw": False}.items():
+        trained = dict(Decoder(MODEL).initialise(0).named_parameters())
+        optimizer = inner_optimizer(trained, dataclasses.replace(TRAIN, optimizer=name, muon_lr=0.05 * some))
+        for p in trained.values():
+            p.grad = torch.ones_like(p)
+        with FlopCounterMode(display=False) as counter:
+            optimizer.step()
+        shapes = {n: tuple(p.shape) for n, p in trained.items()}
+        flops = choose(InnerOptimizer, name, "train.optimizer").step_flops(shapes)
+        assert (counter.get_total_flops(), flops > 0) == (flops, some)
 
 
 @pytest.mark.parametrize("shape", [(24, 24), (64, 24), (24, 64)])

@@ -34,9 +34,10 @@ from lowcomm.experiment.trainer import Trainer
 from lowcomm.methods.boundary import make_boundary
 from lowcomm.methods.config import MethodConfig
 from lowcomm.methods.local_updates import LocalUpdates
+from lowcomm.methods.muon import Muon
 from lowcomm.methods.pipeline import bubble
 from lowcomm.methods.streaming import Schedule
-from lowcomm.model.accounting import forward_flops, training_flops
+from lowcomm.model.accounting import forward_flops, parameter_shapes, training_flops
 from lowcomm.model.config import stage_layers
 from lowcomm.model.decoder import Decoder
 from pipelines.live import Live
@@ -400,6 +401,11 @@ def test_flops_of_stages_are_those_of_the_whole() -> None:
         assert sum(f for f, _ in stages) == forward_flops(config.model, 1, 16) + head_back
         whole = training_flops(config.model, 1, 16, sliced=m.sliced, slices=m.slices)
         assert sum(f + b for f, b in stages) == whole
+    plain = _run("diloco")
+    muon = dataclasses.replace(plain, train=dataclasses.replace(plain.train, optimizer="muon", muon_lr=0.02))
+    products = [Muon.step_flops(parameter_shapes(muon.model, stage=stage, stages=2)) for stage in (0, 1)]
+    more = [b - a for (_, a), (_, b) in zip(stage_flops(plain), stage_flops(muon), strict=True)]
+    assert more == [count / 2 for count in products]  # of a micro-batch, of which a step has two
     narrow, wide = (stage_flops(_run(n)) for n in ("subspace", "gradients"))
     assert all(a[0] == b[0] and a[1] > b[1] for a, b in zip(narrow, wide, strict=True))
 

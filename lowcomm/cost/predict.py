@@ -29,15 +29,17 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from lowcomm.choices import choose
 from lowcomm.comm.shares import mean_bytes
 from lowcomm.cost.latency import expected_max, sigma_of, uneven
 from lowcomm.cost.simulate import Seconds, Stages, Timeline, gpipe_step
 from lowcomm.experiment.config import RunConfig
 from lowcomm.methods.boundary import make_boundary
+from lowcomm.methods.inner import InnerOptimizer
 from lowcomm.methods.plan import OUTER, SLOW_WEIGHTS, Plan
 from lowcomm.methods.subspace import move_bytes, overhead_flops
-from lowcomm.model.accounting import forward_flops, parameters, training_flops
-from lowcomm.model.config import stage_layers
+from lowcomm.model.accounting import forward_flops, parameter_shapes, parameters, training_flops
+from lowcomm.model.config import Constraint, ModelConfig, stage_layers
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,8 @@ def stage_flops(config: RunConfig) -> list[tuple[float, float]]:
     """Return the FLOPs (forward, backward) of a micro-batch at each stage.
 
     Those of compressing messages and of keeping to a subspace are counted with the backward pass, equally at each
-    stage. At a pipeline's last stage the way back through the head is among the forward passes, as `pipeline` has it.
+    stage, and so are each stage's products in a step of the inner optimizer. At a pipeline's last stage the way back
+    through the head is among the forward passes, as `pipeline` has it.
     Raises ValueError for re-parametrised models, whose products with U are not counted stage by stage.
     """
     if config.method.boundary.mode == "reparametrised":
@@ -94,7 +97,15 @@ def stage_flops(config: RunConfig) -> list[tuple[float, float]]:
     often = over["boundaries"] + over["watching"] + over["projection"] / t.accumulation
     if m.boundary.update_every_steps:
         often += over["update"] / m.boundary.update_every_steps / t.accumulation
-    return [(f, b + often / config.stages) for f, b in found]
+    own = [_step_flops(t.optimizer, c, config.constraint, stage, config.stages) for stage in range(config.stages)]
+    return [(f, b + often / config.stages + step / t.accumulation) for (f, b), step in zip(found, own, strict=True)]
+
+
+@functools.lru_cache(maxsize=256)
+def _step_flops(optimizer: str, c: ModelConfig, constraint: Constraint | None, stage: int, stages: int) -> int:
+    """Return the FLOPs of the products in a step of the inner optimizer of this name on the parameters of a stage."""
+    inner = choose(InnerOptimizer, optimizer, "train.optimizer")
+    return inner.step_flops(parameter_shapes(c, constraint, stage=stage, stages=stages))
 
 
 def message_bytes(config: RunConfig, replica: int = 0) -> tuple[int, int]:

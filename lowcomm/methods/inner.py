@@ -73,6 +73,14 @@ class InnerOptimizer(Choice, ABC):
         """
         return 0
 
+    @classmethod
+    def step_flops(cls, shapes: Mapping[str, Sequence[int]]) -> int:
+        """Return the FLOPs of the matrix products in a step on parameters of these shapes, by name.
+
+        By default there are none: what is done value by value is not counted.
+        """
+        return 0
+
 
 class SGD(InnerOptimizer):
     """Stochastic gradient descent without momentum."""

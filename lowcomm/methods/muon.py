@@ -3,6 +3,8 @@
 Muon moves a matrix by its momentum's nearest orthogonal one (Jordan et al., 2024), as `torch.optim.Muon` computes it.
 Inside DiLoCo it is MuLoCo (Thérien et al., 2025, arXiv:2505.23725), whose public code has no Nesterov momentum there
 and scales the rate of a matrix [out, in] by sqrt(out / in), as is done here. With one replica that is their MuLoCo-1.
+Their code (facebookresearch/MuLoCo at 15ee278) comes nearer to the orthogonal matrix, as each of its five steps has
+coefficients of its own: singular values end within 2 % of 1, where torch's leaves them between 0.7 and 1.2.
 
 torch multiplies in bf16. A processor with AVX2 and no more has no instruction for that, and takes 15 to 20 times as
 long as in fp32: there, products of matrices that are rounded to bf16 are computed in fp32 and rounded, which is what
@@ -21,6 +23,9 @@ from torch import Tensor
 from lowcomm.methods.config import MethodConfig
 from lowcomm.methods.inner import AdamW, InnerOptimizer, InnerSettings
 from lowcomm.settings import ConfigError
+
+#: Iterations of Newton and Schulz in a step, as by torch's default.
+_STEPS = 5
 
 
 def _is_muons(name: str, dims: int) -> bool:
@@ -116,6 +121,15 @@ class Muon(InnerOptimizer):
         """Count the values of the matrices inside blocks, each of which has one moment in place of two."""
         return sum(math.prod(shape) for name, shape in shapes.items() if _is_muons(name, len(shape)))
 
+    @classmethod
+    def step_flops(cls, shapes: Mapping[str, Sequence[int]]) -> int:
+        """Return the FLOPs of making the matrices inside blocks orthogonal, in 5 iterations of three products each.
+
+        Of a matrix with the sides m <= n, they are X X^T and its product with X of 2 m^2 n each, and a square of 2 m^3.
+        """
+        matrices = [sorted(shape) for name, shape in shapes.items() if _is_muons(name, len(shape))]
+        return _STEPS * sum(4 * m * m * n + 2 * m**3 for m, n in matrices)
+
 
 class MuonAndAdamW(torch.optim.Optimizer):
     """Muon for the matrices inside blocks and AdamW for the rest, as one optimizer with one state.
@@ -133,7 +147,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
             else:
                 rest[name] = p
         groups = [self._group(shape, some, t) for shape, some in of_shape.items()]
-        muon = _Matrices(groups, momentum=t.muon_momentum, nesterov=False, adjust_lr_fn="original")
+        muon = _Matrices(groups, momentum=t.muon_momentum, nesterov=False, ns_steps=_STEPS, adjust_lr_fn="original")
         adamw = AdamW.of(rest, t)
         self._parts = muon, adamw
         super().__init__([*muon.param_groups, *adamw.param_groups], {"fused": True})
