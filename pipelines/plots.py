@@ -27,6 +27,7 @@ COLOURS = {
     "noloco": "#D55E00",
     "partial": "#CC79A7",
     "subspace": "#E69F00",
+    "protocol": "#E69F00",
     "averaging": "#56B4E9",
     "together": "#7B3294",
     "muon": "#666666",
@@ -34,6 +35,9 @@ COLOURS = {
     "sparse": "#17BECF",
     "demo": "#BCBD22",
     "gasloc": "#E7298A",
+    "selective": "#A6761D",
+    "hundred": "#666600",
+    "projected": "#B3B300",
 }
 #: One line style per number of replicas, where a figure shows several.
 DASHES = {1: (0, (1, 1)), 2: "-", 4: "--", 8: ":"}

@@ -29,7 +29,7 @@ from tests.conftest import small_run
 SLICED = {"trainable": "slice", "slices": 2}
 SUBSPACE = {"kind": "subspace", "rank": 4, "update_every_steps": 3, "update_lr": 1.0}
 #: Of each kind of codec one or two; `test_codecs` has all.
-CODECS = ("fp32", "int8", "e3m0", "topk", "dropout", "dare", "chunk_topk_2bit", "levels")
+CODECS = ("fp32", "int8", "e3m0", "topk", "dropout", "dare", "chunk_topk", "chunk_topk_2bit", "levels")
 #: The choices of a method, and a value of each kind.
 CHOICES: dict[str, dict[str, dict[str, Any]]] = {
     "trainable": {
@@ -300,7 +300,7 @@ def test_pairs_that_no_method_has_are_refused_with_the_reason() -> None:
 SHOWN: dict[str, dict[str, str]] = {
     "sparse, 2 bits, feedback": {"codec": "chunk_topk_2bit", "feedback": "with"},
     "4 bits": {"codec": "e3m0"},
-    "cosines, sparse": {"codec": "topk", "basis": "cosines"},
+    "cosines, sparse": {"codec": "chunk_topk", "basis": "cosines"},
     "streaming": {"fragments": "strided", "schedule": "mixed"},
     "balanced fragments": {"fragments": "balanced"},
     "NoLoCo": {"peers": "pairs", "outer": "noloco"},
@@ -333,9 +333,9 @@ APART = {
 
 
 def test_the_page_says_of_each_pair_what_is_refused_here() -> None:
-    beside = {"a replica that lies", "elastic replicas"}  # of which this file has no choice
+    beside = frontier.SOME_TRAINED  # of which this file has no choice
     assert set(SHOWN) == set(frontier.CHOICES) - beside
-    seen = set()
+    seen, untrained = set(), set()
     for pair in frontier.composes(LADDER, "smoke"):
         one, other, why_not = pair["one"], pair["other"], pair["why_not"]
         if {one, other} & beside:
@@ -346,6 +346,7 @@ def test_the_page_says_of_each_pair_what_is_refused_here() -> None:
         is_one = any(a.split("=")[0] == b.split("=")[0] for a, b in both if a != b)
         if (one, other) in APART:
             assert bool(why_not) != bool(wanted), pair
+            untrained |= {(one, other)} if wanted else set()
         elif why_not == "one choice":
             assert is_one, pair
         elif why_not:
@@ -354,3 +355,4 @@ def test_the_page_says_of_each_pair_what_is_refused_here() -> None:
             assert not wanted, (pair, wanted)
         seen.add(bool(why_not))
     assert seen == {True, False}
+    assert untrained == frontier.UNTRAINED

@@ -284,6 +284,16 @@ CHOICES: dict[str, dict[str, Any]] = {
     "elastic replicas": {"elastic": True},
 }
 
+#: Choices of which tests train some pairs alone, and pairs that go together and that no test trains.
+SOME_TRAINED = frozenset({"a replica that lies", "elastic replicas"})
+UNTRAINED = frozenset(
+    {
+        ("NoLoCo", "outer momentum by points"),
+        ("median", "half of the MLPs"),
+        ("trimmed mean", "half of the MLPs"),
+    }
+)
+
 
 def composes(ladder: Ladder, rung: str) -> list[dict[str, str]]:
     """Return for each pair of `CHOICES` whether DiLoCo on 8 replicas can have both.
