@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lowcomm import DeMo, run_threads
 from lowcomm.choices import options
@@ -67,21 +66,16 @@ def test_demo_is_a_combination_of_choices() -> None:
     """
     lr = public_code.DEMO["lr"]
 
-    def work(world: World) -> Tensor:
-        x = nn.Parameter(torch.zeros(public_code.SHAPE))
-        sync = DeMo({"x": x}, world, steps=public_code.STEPS, outer_lr=lr)
-        for step in range(public_code.STEPS):
-            with torch.no_grad():
-                x.sub_(lr * public_code.drawn(world.replica, step))
-            sync.step()
-        sync.finish()
-        return x.detach().clone()
+    def work(world: World) -> dict[str, Tensor]:
+        return public_code.moved(
+            lambda named: DeMo(named, world, steps=public_code.STEPS, outer_lr=lr), lr, world.replica
+        )
 
     found = run_threads(work, replicas=public_code.RANKS)
-    expected = torch.from_numpy(np.load(public_code.FILE)["demo"])
-    assert all(torch.equal(x, found[0]) for x in found)
-    # A sign may differ where a mean is nearly zero.
-    assert ((found[0] - expected).abs() < 1e-6).float().mean() > 0.999
+    for name, wanted in public_code.expected("demo").items():
+        assert all(torch.equal(x[name], found[0][name]) for x in found)
+        # A sign may differ where a mean is nearly zero.
+        assert ((found[0][name] - wanted).abs() < 1e-6).float().mean() > 0.999
 
 
 def test_it_means_nothing_where_nothing_is_lost() -> None:

@@ -28,6 +28,8 @@ class Codec(Choice, ABC):
         lossless: whether decode(encode(x)) equals x bit for bit.
         block: shares that begin at multiples of it may be encoded one by one, with the same values; 0 if they may not.
         sparse: whether it leaves values out, so that the setting `codec_keep` says how many are sent.
+        by_parameter: whether a message of parameters is encoded parameter by parameter, as each has numbers of its own
+            in the encoding.
         amplifies: whether it decodes values that are larger than what was encoded; errors that are kept would grow.
     """
 
@@ -35,6 +37,7 @@ class Codec(Choice, ABC):
     lossless: bool = False
     block: int = 0
     sparse: ClassVar[bool] = False
+    by_parameter: ClassVar[bool] = False
     amplifies: bool = False
 
     def __init_subclass__(cls) -> None:

@@ -1,4 +1,4 @@
-"""Values as one of four levels of their message, in 2 bits: statistical quantisation.
+"""Values as one of four levels of their parameter, in 2 bits: statistical quantisation.
 
 It is what SparseLoCo (Sarfi et al., 2025, arXiv:2508.15706) makes of the values that it sends, and MuLoCo (Therien et
 al., 2025, arXiv:2505.23725) of whole outer gradients, with error feedback (`method.error_feedback`) for what is lost.
@@ -7,8 +7,8 @@ deviations about their mean,
 
     bin = clamp(round((v - mean) / (1.5 sigma) + 2), 0, 3)
 
-and let them stand for the mean of their bin. They do so parameter by parameter; here the levels are those of a message,
-which is of a fragment.
+and let them stand for the mean of their bin. They do so parameter by parameter, and so is it here (`by_parameter`):
+among larger ones, the values of a parameter would all be in the bins next to the mean.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from torch import Tensor
 from lowcomm.codecs.bits import pack, packed_nbytes, refuse_non_finite, unpack, view_as
 from lowcomm.codecs.codec import Codec
 
-#: Bytes of the four levels of a message.
+#: Bytes of the four levels.
 _LEVELS_NBYTES = 16
 
 
 class Levels(Codec):
-    """A codec that sends each value as one of four levels of the message, in 2 bits: 16 times fewer bytes than fp32.
+    """A codec that sends each value as one of four levels, in 2 bits: 16 times fewer bytes than fp32.
 
-    The four levels come first, as fp32.
+    The four levels come first, as fp32, of each parameter its own.
     """
 
     names = ("levels",)
+    by_parameter = True
     block = 0
 
     def encode(self, x: Tensor, seed: int = 0) -> Tensor:

@@ -3,8 +3,9 @@
 The largest of each chunk are SparseLoCo's (Sarfi et al., 2025, arXiv:2508.15706): a place in a chunk of 4,096 values
 takes 12 bits, and two more bits are enough for a value (`levels`) where error feedback makes up for what is lost. With
 64 of each 4,096 that is 112 bytes for 16,384, 146 times fewer than fp32. The paper cuts matrices into tiles of 64 x 64;
-here a message is cut as it lies, which is the same where `method.basis` puts such tiles one after the other and a
-matrix' sides are multiples of 64. Of smaller tiles the public code keeps as many values as of a whole one.
+here each parameter is cut as it lies (`by_parameter`), which is the same where `method.basis` puts such tiles one after
+the other and a matrix' sides are multiples of 64. Of a vector as many values are sent as of a tile, in the public code
+of each 64 of them. Of smaller tiles it keeps as many values as of a whole one.
 """
 
 from __future__ import annotations
@@ -76,12 +77,13 @@ class TopK(Codec):
 class ChunkTopK(Codec):
     """A codec that sends the values of largest magnitude of each chunk of `CHUNK`, with their places in 12 bits each.
 
-    Of each chunk it sends equally many: as fp32 ("chunk_topk"), or as one of four levels of all values that are sent,
-    in 2 bits ("chunk_topk_2bit", `levels`). The last chunk may be shorter; it sends as many values, or all that it has.
+    Of each chunk it sends equally many: as fp32 ("chunk_topk"), or as one of four levels of all values that are sent
+    of a parameter, in 2 bits ("chunk_topk_2bit", `levels`). The last chunk may be shorter; it sends as many values, or
+    all that it has.
     """
 
     names = ("chunk_topk", "chunk_topk_2bit")
-    sparse = True
+    sparse = by_parameter = True
     block = 0
 
     def __init__(self, keep: float, *, two_bits: bool = False):

@@ -1,8 +1,8 @@
 """The mean of encoded values over the members of a group, section by section.
 
-A section is a run of values with owners of its own (`shares.Section`): only the owners send values of it, and all
-members get the mean. Each section is gathered whole, or reduced in shares whose sums travel as fp32, whichever sends
-fewer bytes.
+A section is a run of values that is encoded by itself, with its owners (`shares.Section`): only they send values of it,
+and all members get the mean. Each section is gathered whole, or reduced in shares whose sums travel as fp32, whichever
+sends fewer bytes.
 """
 
 from __future__ import annotations

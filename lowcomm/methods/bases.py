@@ -13,8 +13,8 @@ and what a codec loses are the same in each; which values are kept is not.
                 C_n[k, j] = sqrt(2 / n) cos(pi k (2 j + 1) / 2 n), its first row divided by sqrt(2)
 
 Both public codes keep the same number of values of each tile; here a codec keeps a share of each chunk of 4,096
-coordinates, which is the same for tiles of 64 x 64. Where tiles are smaller, several of them lie in one chunk, and the
-largest values of them all are kept.
+coordinates of a parameter, which is the same for tiles of 64 x 64. Where tiles are smaller, several of them lie in one
+chunk, and the largest values of them all are kept.
 
 Each member transforms the mean back by itself, so replicas stay equal to the last bit where their machines round alike.
 

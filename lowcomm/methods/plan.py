@@ -12,8 +12,10 @@ Its constructor refuses settings that cannot work.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import fnmatch
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -45,6 +47,7 @@ class Fragment:
     Attributes:
         pieces: the parts, in the order in which they travel: what all replicas train first, then slice by slice.
         sections: the runs of values that they make up, in the same order: (number of values, replicas that train them).
+            Each is of all parts with the same owners, or of one where the codec goes by parameters.
         numel: the number of values in all.
         offset: t_p, the number of steps by which its turns lie behind the first fragment's.
     """
@@ -53,6 +56,11 @@ class Fragment:
     sections: tuple[Section, ...]
     numel: int
     offset: int
+
+    @functools.cached_property
+    def alike(self) -> dict[Section, int]:
+        """The sections that differ, each with the number of sections like it."""
+        return dict(collections.Counter(self.sections))
 
 
 @dataclass(frozen=True)
@@ -263,7 +271,8 @@ class Plan:
     def _fragment(self, group: list[Piece], offset: int) -> Fragment:
         ordered = sorted(group, key=lambda piece: -1 if piece.owner is None else piece.owner)
         everyone, sections = range(self.replicas), []
-        for owner, some in itertools.groupby(ordered, lambda piece: piece.owner):
+        alone = self.codec.by_parameter
+        for (owner, _), some in itertools.groupby(ordered, lambda piece: (piece.owner, alone and piece)):
             owners = everyone if owner is None else everyone[owner :: self.method.slices]
             sections.append((sum(piece.numel for piece in some), owners))
         return Fragment(tuple(ordered), tuple(sections), sum(numel for numel, _ in sections), offset)
@@ -327,8 +336,9 @@ class Plan:
         return plain and self.method.trainable != "slice" and everyone
 
     def sections(self, fragment: int) -> Sequence[Section] | None:
-        """Return the sections of a fragment's message that have owners of their own; None where all own everything."""
-        return self.fragments[fragment].sections if self.method.trainable == "slice" else None
+        """Return the sections of a fragment's message, which are encoded one by one; None where it is encoded whole."""
+        apart = self.method.trainable == "slice" or self.codec.by_parameter
+        return self.fragments[fragment].sections if apart else None
 
     @property
     def may_leave_subspace(self) -> bool:
@@ -357,8 +367,10 @@ class Plan:
         """Return the bytes that a replica sends for a turn of a fragment, by purpose; turns count from 0."""
         group, this = self.group(fragment, turn, replica), self.fragments[fragment]
         me, size = group.index(replica), len(group)
-        owned = [(numel, [i for i, r in enumerate(group) if r in owners]) for numel, owners in this.sections]
-        found = {OUTER: owned_mean_bytes(owned, self.codec, size, me)}
+        found = {OUTER: 0}
+        for (numel, owners), count in this.alike.items():
+            owned = numel, [i for i, r in enumerate(group) if r in owners]
+            found[OUTER] += count * owned_mean_bytes([owned], self.codec, size, me)
         if SLOW_WEIGHTS in self.purposes(turn):
             found[SLOW_WEIGHTS] = owned_mean_bytes([(this.numel, range(size))], self.fp32, size, me)
         return found
@@ -366,7 +378,7 @@ class Plan:
     def phases(self, fragment: int) -> dict[str, int]:
         """Return the number of phases (swaps of messages) of a fragment's turn in the largest group, by purpose."""
         met, this = self.peers.most(self.replicas), self.fragments[fragment]
-        shared = any(encoded_mean_in_shares(n, self.codec, met, min(met, len(owners))) for n, owners in this.sections)
+        shared = any(encoded_mean_in_shares(n, self.codec, met, min(met, len(owners))) for n, owners in this.alike)
         slow = encoded_mean_in_shares(this.numel, self.fp32, met, met)
         return {OUTER: 1 + (self.is_plain(fragment) or shared), SLOW_WEIGHTS: 1 + slow}
 
