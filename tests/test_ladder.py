@@ -690,6 +690,11 @@ def test_a_row_is_at_the_largest_rung_that_has_its_seeds_whatever_others_wait_fo
         ("a", ["plain", "diloco/m4"]),
         ("b", ["plain", "diloco/m2"]),
     ]
+    found = each_at_its_best(small, {"diloco/m2": "plain", "diloco/m4": "plain"}, where_tuned=True)
+    assert {rung: list(c.runs) for rung, c in found.items()} == {
+        "a": ["plain", "diloco/m2", "diloco/m4"],  # of which b has the rates
+        "b": ["plain", "diloco/m2"],
+    }
     file = small.results / "points" / "b" / "plain" / "seed1.json"
     file.unlink()  # two are left, but two of both there are at "a" too, and three of both nowhere
     assert at_their_best(small, ["plain", "diloco/m2"])[0] == "b"

@@ -13,6 +13,7 @@ prediction is for a range of alpha.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
@@ -157,7 +158,7 @@ def at_their_best(
 
 
 def each_at_its_best(
-    ladder: Ladder, against: Mapping[str, str], *, seeds: int | Sequence[int] = (3, 2)
+    ladder: Ladder, against: Mapping[str, str], *, seeds: int | Sequence[int] = (3, 2), where_tuned: bool = False
 ) -> dict[str, Comparison]:
     """Return runs of rows, each at the largest rung that has enough seeds of it and of what it is held against.
 
@@ -165,6 +166,7 @@ def each_at_its_best(
         ladder: whose points are read.
         against: the row that each row is held against, by the latter.
         seeds: how many both must have in common (see `at_their_best`).
+        where_tuned: whether a row whose place has the rates of another rung is also wanted there, if it has the seeds.
 
     Returns:
         By rung, from small to large, the runs of the rows whose place is there, and of what they are held against.
@@ -172,10 +174,15 @@ def each_at_its_best(
     Raises:
         ConfigError: no rung has both rows of a pair.
     """
-    places = {row: at_their_best(ladder, (row, base), seeds=seeds)[0] for row, base in against.items()}
+    rungs = ladder.plan.rungs
+    places = {row: [at_their_best(ladder, (row, base), seeds=seeds)[0]] for row, base in against.items()}
+    if where_tuned:
+        for row, some in places.items():
+            with contextlib.suppress(ConfigError):
+                some.append(at_their_best(ladder, (row, against[row]), seeds=seeds, at=rungs[some[0]].tuned_at)[0])
     found = {}
-    for rung in (rung for rung in ladder.plan.rungs if rung in places.values()):
-        here = dict.fromkeys(name for row, base in against.items() if places[row] == rung for name in (base, row))
+    for rung in (rung for rung in rungs if any(rung in some for some in places.values())):
+        here = dict.fromkeys(name for row, base in against.items() if rung in places[row] for name in (base, row))
         found[rung] = at_their_best(ladder, list(here), seeds=1, at=rung)[1]
     return found
 
