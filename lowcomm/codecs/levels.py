@@ -26,7 +26,7 @@ _LEVELS_NBYTES = 16
 class Levels(Codec):
     """A codec that sends each value as one of four levels, in 2 bits: 16 times fewer bytes than fp32.
 
-    The four levels come first, as fp32, of each parameter its own.
+    The four levels come first, as fp32; a message of several parameters has four of each.
     """
 
     names = ("levels",)
