@@ -312,7 +312,7 @@ def test_beats_go_on_while_connections_are_let_go_of() -> None:
 
 
 def test_stages_do_not_say_of_each_other_that_an_exchange_moves(store: Notes) -> None:
-    """Stages hear of each other, but a sign of another's is not one of values that move at one's own."""
+    """A stage that hears from another knows that it is alive, but does not take that for values that move."""
     rules = Rules(timeout_s=0.5, silence_s=0.4)
     given = {"slots": 1, "quorum": 1, "rules": rules, "stages": 2, "serve": lambda wanted, has: None, "load": print}
     stages = [Elastic(elastic_store(f"127.0.0.1:{store.port}"), "a", 0, stage=stage, **given) for stage in (0, 1)]

@@ -110,8 +110,9 @@ def test_two_bits_with_feedback_by_hand() -> None:
 
 
 def test_the_named_method_takes_the_steps_of_the_public_code() -> None:
-    """Tiles of matrices, values of senders alone, 2 bits by parameter and feedback together. Held to the steps of
-    tplr-y/CCLoco (`tests/golden/public_code.py`).
+    """The class puts together tiles, a mean of senders, 2 bits by parameter and feedback.
+
+    Its steps are held to those of tplr-y/CCLoco (`tests/golden/public_code.py`).
     """
 
     def work(world: World, **changed: float) -> dict[str, Tensor]:

@@ -249,7 +249,10 @@ def test_margins_named_beforehand_are_judged_where_there_are_seeds() -> None:
 
 
 def test_margins_are_corrected_for_their_number() -> None:
-    """Of three gaps that lie at their margins, one is judged no more often than a single test's 5 % of each tail."""
+    """The correction keeps the chance that any of three gaps at their margins is judged to that of a single test.
+
+    A single test would judge such a gap in 5 % of all cases in either tail.
+    """
     outcomes = []
     for seed in range(40):
         some = [

@@ -315,7 +315,7 @@ lines:
 
 
 def test_a_row_of_a_larger_rung_begins_with_the_better_of_two(tmp_path: Path) -> None:
-    """It begins with its own at the rung below, or with its parent's here; without lines, it is as its parent."""
+    """A row begins with its values at the rung below or its parent's here; without lines it has its parent's."""
     ladder = small_ladder(tmp_path, tmp_path / "build", METHODS, TWO_RUNGS)
     best = {"a": 0.04, "b": 0.005}
 

@@ -360,7 +360,7 @@ def test_weights_are_held_in_bf16_as_well_where_that_is_computed() -> None:
 
 
 def test_an_exchange_that_is_waited_for_has_a_message_and_a_mean() -> None:
-    """They count beyond the bytes of activations, which are gone by then; with overlap a fragment is on its way."""
+    """Both count where activations, gone by then, took fewer bytes; with overlap a fragment is on its way as well."""
     small = {"replicas": 2, "train": {"seq_len": 2, "global_batch": 2}}
     told = {}
     for tau in (0, 1):

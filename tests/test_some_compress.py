@@ -125,7 +125,7 @@ def test_the_outer_gradients_that_are_logged_are_those_that_others_see() -> None
 
 
 def test_fragments_overlapped_and_with_error_feedback_keep_to_it(corpus: Path, tmp_path: Path) -> None:
-    """Parameters of those that compress never leave the subspace, whatever travels; those agreed do."""
+    """The parameters of replicas that compress never leave the subspace, whatever travels; what is agreed does."""
     outside: dict[int, float] = {}
     method = {"boundary": SOME, "fragments": "strided", "layers_per_fragment": 1, "overlap_steps": [2], "mixing": 0.5}
     method |= {"codec": "chunk_topk_2bit", "codec_keep": 0.02, "error_feedback": 0.9, "sync_every_steps": 4}
