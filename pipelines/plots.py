@@ -26,7 +26,6 @@ COLOURS = {
     "streaming": "#009E73",
     "noloco": "#D55E00",
     "partial": "#CC79A7",
-    "subspace": "#E69F00",
     "protocol": "#E69F00",
     "averaging": "#56B4E9",
     "together": "#7B3294",

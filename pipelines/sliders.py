@@ -32,7 +32,7 @@ def draw(table: pd.DataFrame, title: str = "") -> Figure:
     """
     fig, (ax,) = plots.figure(height=4.0)
     local, subspace = table["sync_every_steps"] > 0, table["ratio"] > 1
-    dense_colour, local_colour, face = (plots.COLOURS[n] for n in ("data_parallel", "diloco", "subspace"))
+    dense_colour, local_colour, face = (plots.COLOURS[n] for n in ("data_parallel", "diloco", "protocol"))
     kinds = {
         "gradients": (~local & ~subspace, dense_colour, dense_colour),
         "gradients over a subspace": (~local & subspace, dense_colour, face),

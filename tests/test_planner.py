@@ -125,9 +125,9 @@ def test_what_is_newer_than_the_papers_is_tried_where_it_has_been_measured() -> 
         ("DeMo", 2, 1, SIZE, 0.04, 0.01, "ours"),
     ]
     table = plan(_cluster(10.0), JOB, Penalties(_table(ROWS + more)))
-    sparse, muon, rising, gossip, demo, projection = planner.moves_front(table)
+    sparse, muon, rising, gossip, demo, projection, two_bits = planner.moves_front(table)
     assert all("on the front" in line for line in (rising, gossip, demo))
-    assert "in no row" in projection
+    assert all("in no row" in line for line in (projection, two_bits))
     best = table.iloc[0]
     assert best.sparse_messages
     without = table[~table.sparse_messages].days_to_equal_loss_high.min() / best.days_to_equal_loss_high
@@ -150,6 +150,48 @@ def test_what_is_newer_than_the_papers_is_tried_where_it_has_been_measured() -> 
     (each_step,) = table[table.demo & (table.replicas == 8)].itertuples()
     run = run_of(planner.method_of(table.loc[each_step.Index]), JOB, 8, 1)
     assert (run.method, run.train.optimizer) == (DeMo.default, "sgd")
+
+
+def test_muons_messages_of_2_bits_are_tried_where_they_have_been_measured() -> None:
+    """MuLoCo sends half of the bits of E3M0, each parameter with levels of its own."""
+    more = [("Muon inside", 8, 1, SIZE, -0.05, 0.01, "ours"), ("two bits", 2, 1, SIZE, 0.01, 0.01, "ours")]
+    table = plan(_cluster(10.0), JOB, Penalties(_table(ROWS + more)))
+    assert "on the front" in planner.moves_front(table)[-1]
+    both = table.set_index(["method", "replicas", "stages"])
+    two, four = (both.loc[(f"every 30 steps, {what}, Muon", 8, 1)] for what in ("2 bits", "streaming"))
+    assert two.bytes_per_token == pytest.approx(four.bytes_per_token / 2, rel=0.01)
+    run = run_of(Method(30, muon=True, two_bits=True), JOB, 8, 1)
+    assert (run.method.codec, run.method.error_feedback, run.train.optimizer) == ("levels", 0.9, "muon")
+    assert not any(m.two_bits and not m.muon for m in methods(8, 1))
+
+
+def test_replicas_that_are_not_trusted_have_a_mean_that_none_decides() -> None:
+    """All of them are heard, three own each value, and a machine holds the messages of all until it knows their norms.
+
+    It costs what it costs in loss, and no method without it is in the table.
+    """
+    ask = dataclasses.replace(_cluster(10.0), untrusted=True)
+    with pytest.raises(ConfigError, match="8 nodes have no configuration: replicas that are not trusted"):
+        plan(ask, JOB, PENALTIES)
+    known = Penalties(_table([*ROWS, ("clipped mean", 8, 1, SIZE, 0.03, 0.01, "ours")]))
+    trusting, table = plan(_cluster(10.0), JOB, known), plan(ask, JOB, known)
+    assert table.clipped_mean.all()
+    assert not trusting.clipped_mean.any()
+    assert not (table.pairs | table.demo).any()
+    assert (table.sync_every_steps > 0).all()
+    assert (table.replicas // table.slices).min() == 4
+    keys = ["method", "replicas", "stages"]
+    plain, clipped = trusting.set_index(keys), table.set_index(keys)
+    before, after = plain.loc[("every 30 steps", 8, 1)], clipped.loc[("every 30 steps, clipped mean", 8, 1)]
+    assert math.log1p(after.loss_percent / 100) - math.log1p(before.loss_percent / 100) == pytest.approx(0.03)
+    assert after.bytes_per_token > 3 * before.bytes_per_token  # whole messages to all others in place of shares
+    assert (after.memory_gb - before.memory_gb) * 1e9 == pytest.approx(8 * 4 * SIZE, rel=0.3)
+    first = table.iloc[0]
+    assert run_of(planner.method_of(first), JOB, first.replicas, first.stages).method.mean == "clipped"
+    assert "between any two. Any of them may send nonsense.\n" in planner.question(ask, JOB, "any")
+    two = dataclasses.replace(ask, nodes=2)
+    with pytest.raises(ConfigError, match="train by local updates, at least three of them"):
+        plan(two, JOB, known)
 
 
 def test_what_does_not_fit_is_left_out_and_slices_make_it_fit() -> None:

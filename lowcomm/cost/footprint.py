@@ -144,8 +144,8 @@ def node_bytes(config: RunConfig) -> int:
 
     It is the sum of weights, gradients, optimizer and outer state; the largest of activations, the copy of all
     gradients that is averaged, and what an exchange that is waited for holds (a message of a fragment and the mean that
-    comes back); a fragment on its way, where exchanges overlap with training; weights in bf16; errors of messages that
-    are kept; and a subspace's tables.
+    comes back, and with a mean that needs them whole the messages of all members); a fragment on its way, where
+    exchanges overlap with training; weights in bf16; errors of messages that are kept; and a subspace's tables.
     """
     most, m = 0, config.method
     for stage in kinds_of_stage(config):
@@ -153,6 +153,8 @@ def node_bytes(config: RunConfig) -> int:
         if config.exchanges_parameters:
             fragment = 4 * max(f.numel for f in config.plan(stage).fragments)
             waited, under_way = (0, fragment) if max(m.overlap_steps) > 0 else (2 * fragment, 0)
+            plan = config.plan(stage)
+            waited += 0 if plan.mean.by_coordinate else plan.peers.most(config.replicas) * fragment
         copy = 4 * numel * (m.exchange == "gradients" and config.replicas > 1)
         held = stage_memory(config, stage).on_device + max(activation_bytes(config, stage), copy, waited) + under_way
         held += kept_of_messages(config, stage) + cast_bytes(config, stage)

@@ -55,7 +55,9 @@ class Method:
     momentum (SparseLoCo). muon: Muon is the inner optimizer. rising_momentum: the outer momentum rises from 0 in the
     first half of the run. gossip_momentum: with pairs, GASLoC's momentum takes the place of NoLoCo's. demo: DeMo, which
     sends the largest cosines of what has not been sent yet after each step, with plain SGD inside. projection: stages
-    exchange coordinates of a model whose weights are free, in 4 bits, in place of a subspace's.
+    exchange coordinates of a model whose weights are free, in 4 bits, in place of a subspace's. two_bits: with Muon
+    inside, outer gradients are sent in 2 bits each, with error feedback (MuLoCo). clipped_mean: outer gradients with a
+    norm above the median norm are scaled down to it, so that a replica that sends nonsense cannot decide.
     """
 
     sync_every_steps: int = 0
@@ -69,6 +71,8 @@ class Method:
     gossip_momentum: bool = False
     demo: bool = False
     projection: bool = False
+    two_bits: bool = False
+    clipped_mean: bool = False
 
     @property
     def name(self) -> str:
@@ -78,6 +82,7 @@ class Method:
         parts = ["gradients" if not self.sync_every_steps else f"every {self.sync_every_steps} steps"]
         parts += ["streaming"] * self.streaming + ["rising momentum"] * self.rising_momentum
         parts += ["pairs"] * self.pairs + ["GASLoC"] * self.gossip_momentum + ["sparse"] * self.sparse_messages
+        parts += ["2 bits"] * self.two_bits + ["clipped mean"] * self.clipped_mean
         parts += [f"1/{self.slices} of MLPs"] * (self.slices > 1)
         parts += [f"{self._between_stages} 1/{self.ratio}"] * (self.ratio > 1)
         parts += ["Muon"] * self.muon
@@ -102,7 +107,7 @@ class Method:
                 found["routes"] = 1.0
             if self.slices > 1:
                 found["slices"] = float(self.slices)
-            since = ("sparse_messages", "rising_momentum", "gossip_momentum")
+            since = ("sparse_messages", "rising_momentum", "gossip_momentum", "two_bits", "clipped_mean")
             found |= {name.replace("_", " "): 1.0 for name in since if getattr(self, name)}
         if self.muon:
             found["Muon inside" if self.sync_every_steps else "Muon"] = 1.0
@@ -124,9 +129,10 @@ class Method:
         route = "random_micro_batch" if self.pairs and stages > 1 else "fixed"
         if not self.sync_every_steps:
             return MethodConfig(exchange="gradients", boundary=boundary)
+        mean = {"mean": "clipped"} if self.clipped_mean else {}
         if self.demo or self.sparse_messages:
             named = DeMo.default if self.demo else SparseLoCo.default
-            return replace(named, sync_every_steps=self.sync_every_steps, route=route, boundary=boundary)
+            return replace(named, sync_every_steps=self.sync_every_steps, route=route, boundary=boundary, **mean)
         found: dict[str, Any] = {"outer": "nesterov", "outer_lr": 0.4, "outer_momentum": 0.9}
         if self.rising_momentum:
             found = {"outer": "nesterov", "outer_lr": 0.4, "outer_momentum_points": ("0@0", "0.9@0.5")}
@@ -139,6 +145,9 @@ class Method:
             found |= {"offload_outer": True}
         if self.slices > 1:
             found |= {"trainable": "slice", "slices": self.slices, "sliced": ("mlp",)}
+        if self.two_bits:
+            found |= {"codec": "levels", "error_feedback": 0.9}
+        found |= mean
         return MethodConfig(
             "parameters", sync_every_steps=self.sync_every_steps, route=route, boundary=boundary, **found
         )

@@ -4,8 +4,11 @@
 
 A configuration is a grid of replicas x stages and a method: gradients exchanged, DeMo, or local updates with any of
 streaming (fragments, overlap, 4 bits), pairs and slices, or with sparse messages, an outer momentum that rises, or
-GASLoC's; with stages, a dense boundary, a subspace or, with Muon, a projection; AdamW or Muon inside. What settings
-refuse, and what does not fit into memory, is left out. Time and bytes are `predict`'s, memory is `footprint`'s. The
+GASLoC's; with stages, a dense boundary, a subspace or, with Muon, a projection; AdamW or Muon inside, with Muon also
+messages in 2 bits. Where replicas may send nonsense (`--untrusted`), it is local updates among all of them with a
+clipped mean. Machines and their links being alike, either all replicas compress between their stages or none does: of
+selective compression, sparse messages over a subspace is the case of all. What settings refuse, and what does not fit
+into memory, is left out. Time and bytes are `predict`'s, memory is `footprint`'s. The
 global batch is rounded to what the replicas can share.
 
 Loss is not predicted: it is what runs measured of each ingredient, ours or a paper's, whichever is nearer
@@ -21,7 +24,7 @@ import dataclasses
 import functools
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -49,7 +52,8 @@ class Cluster:
 
     Machines are equal, but that the last `slow` of them may compute at a share `slow_speed` of the others' speed. They
     may stand in boxes of `per_box` (the GPUs of a server), with a fast link between any two of a box; `links`
-    are then those of a box to any other, which its machines share. Raises ValueError where a number is out of range.
+    are then those of a box to any other, which its machines share. untrusted: any replica may send nonsense, so that
+    only those methods are tried whose mean withstands it. Raises ValueError where a number is out of range.
     """
 
     nodes: int
@@ -61,6 +65,7 @@ class Cluster:
     inside_mbit_per_s: float = 0.0
     slow: int = 0
     slow_speed: float = 1.0
+    untrusted: bool = False
 
     def __post_init__(self) -> None:
         if self.per_box < 1 or self.nodes % self.per_box:
@@ -159,10 +164,20 @@ def methods(replicas: int, stages: int) -> Iterator[Method]:
                             yield replace(local, streaming=streaming, pairs=pairs, slices=slices)
                 yield replace(local, streaming=streaming, rising_momentum=True)
             yield replace(local, sparse_messages=True)
+            if base.muon:
+                yield replace(local, two_bits=True)
             if replicas > 2:
                 yield replace(local, pairs=True, gossip_momentum=True)
         if base == Method():
             yield Method(1, demo=True)
+
+
+def withstanding(tried: Iterable[Method], replicas: int) -> Iterator[Method]:
+    """Yield those of some methods that can have a clipped mean, with it; three replicas or more own each value."""
+    for method in tried:
+        among_all = method.sync_every_steps and not method.pairs and not method.demo
+        if among_all and replicas // method.slices > 2:
+            yield replace(method, clipped_mean=True)
 
 
 def run_of(
@@ -221,8 +236,11 @@ def plan(cluster: Cluster, job: Job, penalties: Penalties) -> pd.DataFrame:
     is no configuration at all, whatever the memory.
     """
     rows, least, refused, numel = [], None, ConfigError("no grid of replicas and stages"), parameters(job.model).total
+    if cluster.untrusted:
+        refused = ConfigError("replicas that are not trusted train by local updates, at least three of them")
     for width, replicas, stages in grids(cluster, job.model.layers):
-        for method in methods(replicas, stages):
+        tried = methods(replicas, stages)
+        for method in withstanding(tried, replicas) if cluster.untrusted else tried:
             if not penalties.knows(method, stages):
                 continue
             try:
@@ -366,6 +384,7 @@ SINCE = {
     "gossip_momentum": "GASLoC's momentum",
     "demo": "DeMo",
     "projection": "a projection between stages",
+    "two_bits": "messages in 2 bits",
 }
 
 
@@ -511,8 +530,9 @@ def question(cluster: Cluster, job: Job, name: str) -> str:
     size = parameters(job.model).total
     told = f"{size / 1e9:.3g} billion" if size >= 1e8 else f"{size / 1e6:.3g} million"
     model = f"{name}, {told} parameters, on {job.tokens:.3g} tokens"
+    untrusted = " Any of them may send nonsense." * cluster.untrusted
     return (
-        f"{machines}, {', '.join([between, *uneven])}.\n{model}, about {job.global_batch} sequences of"
+        f"{machines}, {', '.join([between, *uneven])}.{untrusted}\n{model}, about {job.global_batch} sequences of"
         f" {job.model.seq_len:,} tokens per step."
     )
 
@@ -601,6 +621,7 @@ def arguments() -> argparse.ArgumentParser:
     number("--tflops", default=60.0, help="that a machine sustains (default: %(default)s)")
     ask.add_argument("--slow", type=int, default=0, help="so many of the machines are slower ...")
     number("--slow-speed", default=0.5, help="... at this share of the others' speed (default: %(default)s)")
+    ask.add_argument("--untrusted", action="store_true", help="a replica may send nonsense: no mean that it can decide")
     number("--price", default=0.0, help="of a machine's hour")
     ask.add_argument(
         "--model",
@@ -627,7 +648,15 @@ def asked_by(given: argparse.Namespace) -> tuple[Cluster, Job]:
     links = Links(given.mbit_per_s, given.latency_ms, given.jitter, given.stragglers)
     inside = (given.per_box, given.inside_mbit_per_s)
     cluster = Cluster(
-        given.nodes, given.memory_gb, given.tflops, links, given.price, *inside, given.slow, given.slow_speed
+        given.nodes,
+        given.memory_gb,
+        given.tflops,
+        links,
+        given.price,
+        *inside,
+        given.slow,
+        given.slow_speed,
+        given.untrusted,
     )
     model = model_of(given.model, given.seq_len)
     tokens = 20 * parameters(model).total if given.tokens is None else given.tokens

@@ -272,7 +272,7 @@ class Plan:
         ordered = sorted(group, key=lambda piece: -1 if piece.owner is None else piece.owner)
         everyone, sections = range(self.replicas), []
         alone = self.codec.by_parameter
-        for (owner, _), some in itertools.groupby(ordered, lambda piece: (piece.owner, alone and piece)):
+        for (owner, _), some in itertools.groupby(ordered, lambda piece: (piece.owner, piece if alone else None)):
             owners = everyone if owner is None else everyone[owner :: self.method.slices]
             sections.append((sum(piece.numel for piece in some), owners))
         return Fragment(tuple(ordered), tuple(sections), sum(numel for numel, _ in sections), offset)

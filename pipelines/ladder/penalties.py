@@ -47,6 +47,8 @@ PAIRS = (
     ("projection", None, "projected/muon", "muon/batch"),
     ("Muon inside", 1, "muloco/m2", "diloco/m2"),
     ("Muon inside", 1, "muloco/m4", "diloco/m4"),
+    ("two bits", 1, "muloco/two_bits", "muloco/m2"),
+    ("clipped mean", 1, "loud/clipped", "honest/mean"),  # with one of 8 that says the opposite, as loudly as all others
     ("composed", None, "together/all", ""),
 )
 OURS, FEW_ROUNDS = "the ladder", "the ladder, few rounds"
