@@ -784,8 +784,8 @@ class Elastic:
             return f"{waited} for the store of the replicas' membership to answer"
         roll = self.roll
         if roll.rounds and not roll.donors():
-            lost = "if nobody has, a store that is started anew begins the run anew"
-            return f"{waited} for who has the parameters of round {len(roll.rounds)}, or a checkpoint of one before; {lost}"
+            who = f"who has the parameters of round {len(roll.rounds)}, or a checkpoint of one before"
+            return f"{waited} for {who}; where nobody has, a store that is started anew begins the run anew"
         there = f"{len(roll.ready)} of the {roll.quorum} replicas that a round needs are ready"
         return f"{waited} in round {len(roll.rounds)}: {there}"
 
