@@ -238,8 +238,8 @@ def plan(cluster: Cluster, job: Job, penalties: Penalties) -> pd.DataFrame:
     rows, least, refused, numel = [], None, ConfigError("no grid of replicas and stages"), parameters(job.model).total
     if cluster.untrusted:
         refused = ConfigError(
-            "replicas that are not trusted train by local updates, at least three of them, with a clipped mean, of which"
-            " runs have measured what it costs"
+            "replicas that are not trusted train by local updates, at least three of them, with a clipped mean, of"
+            " which runs have measured what it costs"
         )
     for width, replicas, stages in grids(cluster, job.model.layers):
         tried = methods(replicas, stages)
