@@ -96,13 +96,13 @@ def pages() -> dict[tuple[str, str], dict[Path, list[tuple[Claim, str]]]]:
 
 def ladder() -> list[Path]:
     """Return the ladder's tables in their order: what was found, what the planner takes of it, how it was tuned."""
-    found = ("gaps", "slopes", "margins", "parts", "positions", "ratios", "composed", "predictions")
+    found = ("gaps", "slopes", "margins", "parts", "positions", "curves", "ratios", "composed", "predictions")
     names = (*found, "penalties", "tuning", "learning_rate", "gain")
     return [table for name in names if (table := ROOT / "results" / "ladder" / f"{name}.md").exists()]
 
 
-#: What stands above the ladder's tables.
-LADDER_INTRO = (
+#: What stands above the ladder's tables, below what models and text are.
+ROWS_ARE = (
     "A row is a method and its variant: m2 is 2 replicas, h30 an exchange every 30 steps, half a replica that trains"
     " half of the MLPs, eighth a subspace of an eighth of the width. data_parallel/batch is what gaps are to,"
     " data_parallel/doubled the same with twice the batch; averaging is local updates whose parameters are averaged;"
@@ -115,6 +115,24 @@ LADDER_INTRO = (
     " rate / (1 - outer momentum); rise: share of the run in which the momentum rises from 0; embedding: its initial"
     " deviation; muon: Muon's rate. Sizes are parameters."
 )
+
+
+def ladder_intro() -> str:
+    """Say what the ladder's models and text are, and what the names of its rows mean."""
+    base = {}
+    for name in dict.fromkeys(ladder_gaps()["size"]):
+        base |= {name: LADDER.configs(name)["data_parallel/batch"]}
+    if not base:
+        return ROWS_ARE
+    (c, *_), widths = base.values(), [f"{config.model.dim}" for config in base.values()]
+    packages = LADDER.params["corpora"][c.data.corpus]["packages"]
+    return (
+        f"Models of {_listed(list(base))} parameters are decoders of {c.model.layers} layers, {_listed(widths)} wide."
+        f" The text is Python source, of its standard library and of {len(packages)} packages ({_listed(packages)}), in"
+        f" sequences of {c.train.seq_len} tokens of a vocabulary of {c.model.vocab_size:,};"
+        f" {c.train.global_batch * c.train.seq_len:,} tokens are a step, or twice as many. AdamW is the inner optimizer"
+        " where a row does not say otherwise ([all settings](../../pipelines/ladder/params.yaml)).\n\n" + ROWS_ARE
+    )
 
 
 def ladder_gaps() -> pd.DataFrame:
@@ -136,7 +154,7 @@ def _of_sizes() -> str:
     told = rows[rows.method.isin(MAIN_ROWS)]
     several = told[(told.seeds >= HEADLINE.seeds) & (told.rounds >= HEADLINE.rounds)]
     is_are = "is" if several["size"].nunique() == 1 else "are"
-    which = f", of which {_listed(several['size'])} {is_are} in that regime with several seeds" if len(several) else ""
+    which = f", of which {_listed(several['size'])} {is_are} in that regime for most methods" if len(several) else ""
     return f"What methods lose at {rows['size'].nunique()} sizes{which}: [the ladder](ladder/README.md)."
 
 
@@ -155,7 +173,9 @@ def index(everything: dict[tuple[str, str], dict[Path, list[tuple[Claim, str]]]]
         " of every seed, all tests of a paper are corrected"
         f" for their number (Holm), and an effect is the paper's where it is within a factor of {FACTOR:g} of it. Where"
         " our runs have too few seeds, outer rounds, tokens per parameter, or tokens per replica and step for a claim,"
-        " they are shown and it is not judged: it is outside this regime.",
+        " they are shown and it is not judged: it is outside this regime. Our models are a hundred and more times"
+        " smaller than the papers', which this rule does not ask about: a claim that is not borne out is not borne out"
+        " of models of this size.",
         "",
     ]
     if ladder():
@@ -372,7 +392,15 @@ def _what_a_rise_changes(rung: str) -> str:
     changed = ", ".join(
         f"of {RISING_ROWS[r.method]} by {in_prose(r.than_pct, r.than_low, r.than_high)}" for r in rising.itertuples()
     )
-    return f" At {rung} an outer momentum that rises from zero changes the loss {changed}, pair by pair."
+    more = rows[rows.method.isin(rising.method) & rows.than_pct.notna() & (rows.index > rising.index.max())]
+    beyond = ", ".join(
+        f"{RISING_ROWS[r.method]}'s by {r.than_pct:+.1f} % at {r.rung} ({r.seeds} seeds)" for r in more.itertuples()
+    )
+    return (
+        f" At {rung} an outer momentum that rises from zero changes the loss {changed}, pair by pair"
+        f"{'; ' + beyond if beyond else ''} (what claims make of it, corrected for their number: [the field since"
+        " then](results/laptop/frontier/README.md))."
+    )
 
 
 def _at_larger_sizes(rows: pd.DataFrame) -> str:
@@ -390,8 +418,19 @@ def _at_larger_sizes(rows: pd.DataFrame) -> str:
             count = _listed([str(n) for n in sorted(set(few.seeds))])
             lost = ", ".join(f"{r.gap_pct:+.1f} % for {r.called}" for r in few.itertuples())
             told.append(f"the means of {count} seeds, too few to judge, are {lost}")
-        found += f" At {LADDER.plan.rungs[name].called}, {'; '.join(told)}."
+        found += f" At {LADDER.plan.rungs[name].called}, {'; '.join(told)}.{_seed_by_seed(name)}"
     return found
+
+
+def _seed_by_seed(rung: str) -> str:
+    """Say how far apart single seeds of DiLoCo are at a rung; "" where there are not several."""
+    file, row = ROOT / "results" / "ladder" / "parts.csv", "diloco/m2"
+    rows = pd.read_csv(file) if file.exists() else pd.DataFrame(columns=["rung", "method", "seeds"])
+    there = rows[(rows.rung == rung) & (rows.method == row) & (rows.seeds > 1)]
+    if there.empty:
+        return ""
+    seeds = _listed([f"{float(gap):+.1f} %" for gap in there.by_seed.iloc[0].split(", ")])
+    return f" Single seeds of {_named(row)} are at {seeds} there ([why](results/ladder/README.md#curves))."
 
 
 def _named(row: str) -> str:
@@ -438,7 +477,9 @@ def _where_lost(size: int) -> str:
         return ""
     r = there.iloc[0]
     first, last = (in_prose(*(r[f"{end}_{what}_pct"] for what in ("over", "low", "high"))) for end in ("first", "last"))
-    return f" {MAIN_ROWS[row]} loses {first} in the first {r.tokens} tokens of a sequence, {last} in the last."
+    return (
+        f" {MAIN_ROWS[row]} loses {first} in the first {r.tokens} tokens of a sequence, {last} in the last {r.tokens}."
+    )
 
 
 def with_blocks(readme: str) -> str:
@@ -489,7 +530,7 @@ def main(argv: list[str] | None = None) -> int:
     if some := ladder():
         folder = some[0].parent
         title = "The ladder: sizes, methods, seeds"
-        (folder / "README.md").write_text(page(title, folder, judged(some), LADDER_INTRO))
+        (folder / "README.md").write_text(page(title, folder, judged(some), ladder_intro()))
     (ROOT / "results" / "README.md").write_text(index(judged_pages))
     readme = ROOT / "README.md"
     if readme.exists():

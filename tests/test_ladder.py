@@ -31,7 +31,7 @@ from pipelines import launch
 from pipelines.ladder import __main__ as ladder_main
 from pipelines.ladder import workers
 from pipelines.ladder.__main__ import listed, main, prepare
-from pipelines.ladder.fits import at_their_best, each_at_its_best, gap_rows, read_cells, read_trials
+from pipelines.ladder.fits import at_their_best, beyond, each_at_its_best, gap_rows, read_cells, read_trials, told_over
 from pipelines.ladder.headline import read_pairs
 from pipelines.ladder.origin import Origin
 from pipelines.ladder.plan import LADDER, Ladder, Line, Plan, Point, Row, base_of, read_plan, write_whole
@@ -641,7 +641,8 @@ def test_points_of_other_values_than_tuning_has_found_are_left_out(small: Ladder
     assert [told["seed"] for told in small.outcomes("a", "plain")] == [0]
 
 
-def test_headlines_are_of_the_largest_rung_that_has_them(small: Ladder) -> None:
+def test_headlines_are_of_the_largest_tuned_rung_that_has_them(small: Ladder) -> None:
+    """What a rung has that takes the rates of another stands beside that, and judges where there is nothing else."""
     tuned = {name: {"values": {}, "trials": 0} for name in ("plain", "diloco/m2")}  # the third is yet to be tuned
     small.tuned_file("a").parent.mkdir(parents=True)
     small.tuned_file("a").write_text(json.dumps(tuned))
@@ -661,10 +662,19 @@ def test_headlines_are_of_the_largest_rung_that_has_them(small: Ladder) -> None:
     assert compared.regime("two").rounds == 3  # 12 steps, H = 4
     plant("b", "plain")  # a single seed, of one of the two
     assert at_their_best(small, rows, seeds=1)[0] == "a"
-    assert at_their_best(small, ["plain"], seeds=1)[0] == "b"  # what compares no other row does not wait for it
+    assert not beyond(small, rows, "a", seeds=1)
     plant("b", "diloco/m2")
-    assert at_their_best(small, rows, seeds=1)[0] == "b"
-    assert at_their_best(small, rows, seeds=1, at="a")[0] == "a"
+    assert at_their_best(small, rows, seeds=1)[0] == "a"  # of which b has the rates
+    assert at_their_best(small, rows, seeds=1, at="b")[0] == "b"
+    assert list(beyond(small, rows, "a", seeds=1)) == ["b"]
+    assert not beyond(small, rows, "b", seeds=1)
+    told = told_over(small, "diloco/m2", "plain", seeds=1)
+    assert re.fullmatch(r"at a \(2 seeds\) \+0.00 .* %, and at b, with the rates of a \(1 seed\) \+0.00 %", told), told
+    own = dataclasses.replace(small.plan.rungs["b"], tuned_at="b")
+    small.plan.rungs["b"] = own
+    small.tuned_file("b").write_text(small.tuned_file("a").read_text())
+    plant("b", *rows.values())
+    assert at_their_best(small, rows, seeds=1)[0] == "b"  # the larger of two that are tuned
     assert at_their_best(small, rows)[0] == "a"  # which has two, and none has three
     with pytest.raises(ConfigError, match="no rung of the ladder has 3 seeds of all of plain, diloco/m2"):
         at_their_best(small, rows, seeds=3)
@@ -688,17 +698,18 @@ def test_a_row_is_at_the_largest_rung_that_has_its_seeds_whatever_others_wait_fo
     found = each_at_its_best(small, {"diloco/m2": "plain", "diloco/m4": "plain"})
     assert [(rung, list(c.runs)) for rung, c in found.items()] == [
         ("a", ["plain", "diloco/m4"]),
-        ("b", ["plain", "diloco/m2"]),
+        ("b", ["plain", "diloco/m2"]),  # three seeds there, and two where its rates were tuned
     ]
-    found = each_at_its_best(small, {"diloco/m2": "plain", "diloco/m4": "plain"}, where_tuned=True)
+    found = each_at_its_best(small, {"diloco/m2": "plain", "diloco/m4": "plain"}, seeds=2, and_beyond=True)
     assert {rung: list(c.runs) for rung, c in found.items()} == {
         "a": ["plain", "diloco/m2", "diloco/m4"],  # of which b has the rates
         "b": ["plain", "diloco/m2"],
     }
     file = small.results / "points" / "b" / "plain" / "seed1.json"
     file.unlink()  # two are left, but two of both there are at "a" too, and three of both nowhere
-    assert at_their_best(small, ["plain", "diloco/m2"])[0] == "b"
+    assert list(beyond(small, ["plain", "diloco/m2"], "a")) == ["b"]
     file.with_name("seed2.json").unlink()
+    assert not beyond(small, ["plain", "diloco/m2"], "a")
     assert at_their_best(small, ["plain", "diloco/m2"])[0] == "a"
 
 

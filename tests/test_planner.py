@@ -354,9 +354,10 @@ def test_a_composed_run_says_by_how_much_sums_miss() -> None:
     """The run lost 0.40; its six ingredients cost 0.10 + 0.01 + 0.02 + 0.01 + 0.01 + 0.15 = 0.30."""
     table = _table([*ROWS, ("composed", 8, 8, SIZE, 0.40, 0.0, "ours")])
     penalties = Penalties(table)
-    ((size, whole, summed, count),) = penalties.composed()
+    ((size, whole, summed, count, error),) = penalties.composed()
     assert (size, whole, count) == (SIZE, 0.40, 6)
     assert summed == pytest.approx(0.30)
+    assert error == pytest.approx(math.sqrt(5 * 0.01**2 + 0.02**2))
     assert penalties.missed == pytest.approx(0.02)  # for each ingredient beyond the first
     lacking = Penalties(table[table.ingredient != "routes"])
     assert lacking.composed() == []

@@ -32,7 +32,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 
@@ -172,6 +172,27 @@ class Penalty:
     deviation: float
     extrapolated: float
     source: str = ""
+
+
+class Composed(NamedTuple):
+    """A run of several ingredients beside the sum of what each costs; both are logarithms of loss ratios.
+
+    whole: the penalty of the run. summed: that of its `count` ingredients. error: the standard error of the difference.
+    """
+
+    parameters: float
+    whole: float
+    summed: float
+    count: int
+    error: float
+
+    def told(self) -> str:
+        """Return both in words, in % of the loss."""
+        summed, whole = (f"{100 * math.expm1(value):+.1f} %" for value in (self.summed, self.whole))
+        return (
+            f"Of {self.count} ingredients at {self.parameters:,.0f} parameters such a sum says {summed}, a run of all"
+            f" {whole}; the standard error of the difference is {100 * self.error:.1f} %."
+        )
 
 
 @dataclass(frozen=True)
@@ -356,13 +377,12 @@ class Penalties:
         It is a difference of logarithms of loss ratios, and 0 where there is no composed run.
         """
         checks = self.composed()
-        return max((abs(whole - summed) / (count - 1) for _, whole, summed, count in checks), default=0.0)
+        return max((abs(c.whole - c.summed) / (c.count - 1) for c in checks), default=0.0)
 
-    def composed(self) -> list[tuple[float, float, float, int]]:
-        """Return (parameters, penalty of the run, sum of penalties, number of ingredients) for each composed run.
+    def composed(self) -> list[Composed]:
+        """Return each composed run beside the sum of its ingredients' penalties, from small models to large.
 
-        The penalties are logarithms of loss ratios. Runs with an ingredient that has not been measured are left out, as
-        they have no sum.
+        Runs with an ingredient that has not been measured are left out, as they have no sum.
         """
         found = []
         for rows in self._sources.get("composed", {}).values():
@@ -372,7 +392,8 @@ class Penalties:
                     continue
                 parts = self.parts(method, round(row.replicas), 2, row.parameters).values()
                 summed = sum(p.log_ratio for p in parts)
-                found.append((float(row.parameters), float(row.log_ratio), summed, len(parts)))
+                error = math.hypot(row.deviation, *(p.deviation for p in parts))
+                found.append(Composed(float(row.parameters), float(row.log_ratio), summed, len(parts), error))
         return sorted(found)
 
     def buy_back(self, penalty: Penalty, parameters: float, tokens: float) -> tuple[float, float, float]:

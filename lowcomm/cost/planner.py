@@ -710,11 +710,8 @@ def main(words: Sequence[str] | None = None) -> int:
     if parts := penalties.parts(*asked, parameters(job.model).total):
         print(f"\nWhat the loss of the first row is made of ({first.method}):\n")
         print(markdown(shown_parts(parts, asked[0].ingredients(first.stages))))
-        for size, whole, summed, count in penalties.composed():
-            told = [f"{100 * math.expm1(value):+.1f} %" for value in (summed, whole)]
-            print(
-                f"Such a sum said {told[0]} of {count} ingredients at {size:,.0f} parameters, a run of all {told[1]}."
-            )
+        for check in penalties.composed():
+            print(check.told())
     return _how_to_run(table, cluster, job, given.write)
 
 

@@ -49,7 +49,7 @@ MAIN_ROWS = {
     "diloco/m2": "DiLoCo on 2 replicas",
     "streaming/h30": "Streaming DiLoCo",
     "noloco/m4": "NoLoCo on 4",
-    "partial/half": "half of the MLPs on each of 8 (twice the batch, against data-parallel training on that)",
+    "partial/half": "half of the MLPs on each of 8 (H = 15, twice the batch, against data-parallel training on that)",
     "protocol/quarter": "a subspace of a quarter of the width",
     "together/all": "all four at once",
 }
@@ -130,22 +130,25 @@ def read_cells(ladder: Ladder) -> list[Cell]:
 def at_their_best(
     ladder: Ladder, rows: Mapping[Any, str] | Sequence[str], *, seeds: int | Sequence[int] = (3, 2), at: str = ""
 ) -> tuple[str, Comparison]:
-    """Return the largest rung that has enough seeds of all of some rows, and their runs there, side by side.
+    """Return the largest tuned rung that has enough seeds of all of some rows, and their runs there, side by side.
 
-    Name only rows that one claim compares: each further row may leave a smaller rung. Each is at what tuning found.
+    A rung with the rates of another is taken only where no tuned one has the seeds: what contradicts a paper there may
+    be the rates (`beyond` has what is seen there). Name only rows that one claim compares: each further row may leave a
+    smaller rung.
 
     Args:
         ladder: whose points are read.
         rows: the rows by their keys in the comparison; or rows, which are their own keys.
         seeds: how many all rows must have in common; of several numbers the first that some rung has. By default three
             where there are three, as the interval of two pairs is more than three times as wide.
-        at: the only rung to look at; by default all.
+        at: the only rung to look at, tuned or not; by default all.
 
     Raises:
         ConfigError: no rung has them.
     """
     rows = dict(rows) if isinstance(rows, Mapping) else {row: row for row in rows}
     rungs = [ladder.plan.rungs[at]] if at else list(reversed(ladder.plan.rungs.values()))
+    rungs.sort(key=lambda rung: rung.tuned_at != rung.name)
     tries = [seeds] if isinstance(seeds, int) else list(seeds)
     found = {rung.name: _runs_at(ladder, rung, set(rows.values())) for rung in rungs}
     for least in tries:
@@ -157,16 +160,44 @@ def at_their_best(
     raise ConfigError(f"no rung of the ladder has {some} seeds of all of {', '.join(rows.values())}: make ladder")
 
 
-def each_at_its_best(
-    ladder: Ladder, against: Mapping[str, str], *, seeds: int | Sequence[int] = (3, 2), where_tuned: bool = False
+def beyond(
+    ladder: Ladder, rows: Mapping[Any, str] | Sequence[str], rung: str, *, seeds: int | Sequence[int] = (3, 2)
 ) -> dict[str, Comparison]:
-    """Return runs of rows, each at the largest rung that has enough seeds of it and of what it is held against.
+    """Return the runs of some rows, side by side, at each rung above `rung` that has enough seeds of all of them.
+
+    The arguments are those of `at_their_best`.
+    """
+    names, found = list(ladder.plan.rungs), {}
+    for name in names[names.index(rung) + 1 :]:
+        with contextlib.suppress(ConfigError):
+            found[name] = at_their_best(ladder, rows, seeds=seeds, at=name)[1]
+    return found
+
+
+def told_over(ladder: Ladder, one: str, other: str, *, seeds: int | Sequence[int] = (3, 2)) -> str:
+    """Say what a row loses over another where both are at their best, and at the sizes beyond.
+
+    It is as in "at 0.33M (5 seeds) +3.66 (0.75 to 6.64) %, and at 1.05M, with the rates of 0.33M (3 seeds) ...".
+    `seeds` is as in `at_their_best`. Raises ConfigError where no rung has both.
+    """
+    rung, best = at_their_best(ladder, (one, other), seeds=seeds)
+    places = {rung: best} | beyond(ladder, (one, other), rung, seeds=seeds)
+    return ", and ".join(
+        f"at {ladder.plan.rungs[name].called} ({c.told_seeds(one, other)}) {c.over(one, other, 2)}"
+        for name, c in places.items()
+    )
+
+
+def each_at_its_best(
+    ladder: Ladder, against: Mapping[str, str], *, seeds: int | Sequence[int] = (3, 2), and_beyond: bool = False
+) -> dict[str, Comparison]:
+    """Return runs of rows, each where it and what it is held against are at their best (see `at_their_best`).
 
     Args:
         ladder: whose points are read.
         against: the row that each row is held against, by the latter.
         seeds: how many both must have in common (see `at_their_best`).
-        where_tuned: whether a row whose place has the rates of another rung is also wanted there, if it has the seeds.
+        and_beyond: whether a row is also wanted at larger rungs that have its seeds.
 
     Returns:
         By rung, from small to large, the runs of the rows whose place is there, and of what they are held against.
@@ -176,10 +207,9 @@ def each_at_its_best(
     """
     rungs = ladder.plan.rungs
     places = {row: [at_their_best(ladder, (row, base), seeds=seeds)[0]] for row, base in against.items()}
-    if where_tuned:
+    if and_beyond:
         for row, some in places.items():
-            with contextlib.suppress(ConfigError):
-                some.append(at_their_best(ladder, (row, against[row]), seeds=seeds, at=rungs[some[0]].tuned_at)[0])
+            some += beyond(ladder, (row, against[row]), some[0], seeds=seeds)
     found = {}
     for rung in (rung for rung in rungs if any(rung in some for some in places.values())):
         here = dict.fromkeys(name for row, base in against.items() if rung in places[row] for name in (base, row))

@@ -111,6 +111,7 @@ class Series:
                 "log_ratio": likely,
                 "deviation": math.hypot(off, self.corrected),
                 "drift": drift,
+                "measured": statistics.mean(some),
                 "values": len(some),
                 "source": self.source,
                 "slope": slope,
@@ -194,7 +195,9 @@ def printed() -> list[Series]:
 
 
 def penalties_of(ladder: Ladder) -> pd.DataFrame:
-    """Return the table of penalties, with the columns of `lowcomm.cost.ingredients.COLUMNS` and the number of values.
+    """Return the table of penalties, with the columns of `lowcomm.cost.ingredients.COLUMNS` and what was measured.
+
+    The latter are the mean of the values at a size, `measured`, and their number, `values`.
 
     The ladder's values deviate at least as the values of all its rows do together. A value that stands alone has the
     largest deviation of its source; where there is one size, the drift is the largest slope of its source, with its
@@ -208,7 +211,7 @@ def penalties_of(ladder: Ladder) -> pd.DataFrame:
     )
     rows = [row for some in ours for row in some.rows(noise)] + [row for some in printed() for row in some.rows()]
     found = _table(rows)
-    found["log_ratio"] = found.log_ratio.round(5)
+    found["log_ratio"], found["measured"] = found.log_ratio.round(5), found.measured.round(5)
     return found.drop(columns="slope")
 
 
