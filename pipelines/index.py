@@ -18,6 +18,7 @@ from typing import Any
 import pandas as pd
 import yaml
 
+from lowcomm.settings import ConfigError
 from pipelines.ladder.fits import BAND_PAIRS, MAIN_ROWS
 from pipelines.ladder.plan import LADDER
 from pipelines.project import BUILD, ROOT, load_params
@@ -136,10 +137,10 @@ def ladder_intro() -> str:
 
 
 def ladder_gaps() -> pd.DataFrame:
-    """Return the ladder's table of gaps with the name of each row's "size" ("0.33M"); empty where there is no table."""
-    file = ROOT / "results" / "ladder" / "gaps.csv"
-    rows = pd.read_csv(file) if file.exists() else pd.DataFrame(columns=["method", "parameters", "seeds", "rounds"])
-    return rows.assign(size=[f"{parameters / 1e6:.2f}M" for parameters in rows.parameters])
+    """Return the ladder's table of gaps, with each row's rung as its "size" ("0.33M"); empty where there is none."""
+    file, columns = ROOT / "results" / "ladder" / "gaps.csv", ["method", "parameters", "seeds", "rounds", "rung"]
+    rows = pd.read_csv(file) if file.exists() else pd.DataFrame(columns=columns)
+    return rows.rename(columns={"rung": "size"})
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -483,7 +484,13 @@ def _where_lost(size: int) -> str:
 
 
 def with_blocks(readme: str) -> str:
-    """Return the text of the top README with its generated blocks renewed."""
+    """Return the text of the top README with its generated blocks renewed.
+
+    Raises ConfigError where one of their marks is missing, or stands there twice, as text would be lost then.
+    """
+    for mark in (BEGIN_HEADLINE, END_HEADLINE, BEGIN, END):
+        if (count := readme.count(mark)) != 1:
+            raise ConfigError(f"README.md must have {mark!r} once, got it {count} times")
     for begin, end, block in ((BEGIN_HEADLINE, END_HEADLINE, headline()), (BEGIN, END, readme_block())):
         head, _, rest = readme.partition(begin)
         _, _, tail = rest.partition(end)

@@ -132,15 +132,20 @@ def train_all(project: Project = PROJECT, wanted: Wanted | None = None) -> list[
 def write_digests(project: Project = PROJECT, wanted: Wanted | None = None) -> None:
     """Train the probes that are not trained yet, and write all digests into `probes` of the project's build folder.
 
-    What is there is removed first. wanted: the runs whose probes are trained and written, by default all.
+    What is there is removed first, but for digests of this code where only some runs are `wanted`: those of others may
+    be in use. wanted: the runs whose probes are trained and written, by default all.
     """
-    folder, found = project.build / "probes", {}
+    folder, found, source = project.build / "probes", {}, project.build / "probes.source"
     for config in train_all(project, wanted):
         found.setdefault(config.name, {})[config.variant] = run_digest(folder_of(config, project))
-    shutil.rmtree(folder, ignore_errors=True)
-    (folder / "corpora").mkdir(parents=True)
+    if wanted is None or not source.exists() or source.read_text() != source_digest():
+        shutil.rmtree(folder, ignore_errors=True)
+    (folder / "corpora").mkdir(parents=True, exist_ok=True)
+    source.write_text(source_digest())
     for run, digests in found.items():
-        (folder / f"{run}.json").write_text(json.dumps(digests, indent=1) + "\n")
+        file = folder / f"{run}.json"
+        known = json.loads(file.read_text()) if file.exists() else {}
+        file.write_text(json.dumps(known | digests, indent=1) + "\n")
     for corpus in project.load_params()["corpora"]:
         told = {"digest": corpus_digest(project.data_dir(corpus, SCALE))}
         (folder / "corpora" / f"{corpus}.json").write_text(json.dumps(told) + "\n")

@@ -10,7 +10,7 @@ import torch
 
 from lowcomm.choices import options
 from lowcomm.codecs import Codec, make_codec, message_seed
-from lowcomm.codecs.bits import BLOCK
+from lowcomm.codecs.bits import BLOCK, NotFinite
 from lowcomm.codecs.small_float import PowerOfTwo, SmallFloat
 
 CODECS = list(options(Codec))
@@ -179,11 +179,11 @@ def test_what_is_not_finite_is_refused_by_name(name: str, bad: float) -> None:
 
 
 def test_a_value_too_large_for_the_codec_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"values up to 70000 do not fit torch.float16 \(largest 65504\)"):
+    with pytest.raises(NotFinite, match=r"values up to 70000 do not fit torch.float16 \(largest 65504\)"):
         make_codec("fp16").encode(torch.tensor([1.0, -70000.0]))
-    with pytest.raises(ValueError, match="are too large to scale"):
+    with pytest.raises(NotFinite, match="are too large to scale"):
         make_codec("e3m0").encode(torch.tensor([3e38]))
-    with pytest.raises(ValueError, match="are too large to scale"):
+    with pytest.raises(NotFinite, match="are too large to scale"):
         make_codec("dare", 0.25).encode(torch.full((64,), 1e38))
 
 
@@ -272,12 +272,12 @@ def test_topk_keeps_the_largest_and_dropout_and_dare_what_the_seed_says() -> Non
 def test_what_a_codec_cannot_give_back_is_refused(name: str, value: float) -> None:
     """The largest value of fp32 decodes to infinity from 127 steps that are rounded up; squares overflow."""
     x = torch.linspace(-1, 1, 256) * value
-    with pytest.raises(ValueError, match="are too large to scale"):
+    with pytest.raises(NotFinite, match="are too large to scale"):
         make_codec(name).encode(x)
 
 
 def test_what_is_too_large_for_a_scale_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"values up to 3e\+38 are too large to scale"):
+    with pytest.raises(NotFinite, match=r"values up to 3e\+38 are too large to scale"):
         make_codec("sign").encode(torch.full((300,), 3e38))
 
 

@@ -124,6 +124,17 @@ def test_a_row_is_walked_from_the_better_of_its_starts() -> None:
             {"rungs": {"a": {"seeds": 1, "tuned_at": "a"}}, "headline": {"rung": "a", "rows": ["two"]}},
             "headline.rows has 'two', which is no row of rungs.a",
         ),
+        ({"rungs": {"a": {"tuned_at": "a"}}}, "rungs.a in plan.yaml needs seeds"),
+        ({"rungs": {"a": {"seeds": "three", "tuned_at": "a"}}}, "rungs.a.seeds = 'three' must be a whole number"),
+        ({"rungs": {"a": None}}, "rungs.a in plan.yaml needs seeds"),
+        (
+            {"rungs": {"a": {"seeds": 1, "tuned_at": "b"}, "b": {"seeds": 1, "tuned_at": "a"}}},
+            "rungs.a.tuned_at = 'b' is a rung that is not tuned itself",
+        ),
+        ({"rows": {"one": ["lr"]}}, r"rows.one in plan.yaml must have keys, got \['lr'\]"),
+        ({"lines": {"outer_lr": {"begin": 1.0, "factor": 2.0}}}, "no line named 'outer_lr'"),
+        ({"lines": {"lr": {"factor": 2.0}}}, "lines.lr in plan.yaml needs begin"),
+        ({"lines": {"lr": {"begin": 0, "factor": 2.0}}}, "lines.lr.begin = 0 must be above 0"),
         ({"lines": {"lr": {"begin": 1.0}}}, "a line needs either a factor above 1 or values"),
         ({"lines": {"lr": {"begin": 1.0, "values": [2.0]}}}, "must ascend and hold where it begins, 1.0"),
     ],
@@ -133,6 +144,12 @@ def test_a_plan_that_cannot_be_is_refused(change: dict, message: str, tmp_path: 
     (tmp_path / "plan.yaml").write_text(yaml.safe_dump(plan))
     with pytest.raises(ConfigError, match=message):
         read_plan(tmp_path / "plan.yaml")
+
+
+def test_a_line_that_means_nothing_for_a_row_is_refused(small: Ladder) -> None:
+    """Else all its trials would be one run."""
+    with pytest.raises(ConfigError, match="row plain: gain means nothing without outer steps that have a rate"):
+        _ = small.trial(Row("plain", ("lr", "gain")), "a", {"gain": 2.0}).config
 
 
 def test_a_row_is_at_its_own_rungs(tmp_path: Path) -> None:

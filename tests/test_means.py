@@ -122,6 +122,7 @@ def test_what_means_nothing_is_refused() -> None:
 
     refused = [
         ({"mean": "median", "replicas": 2}, "method.mean = median needs 3 members or more: of 2 it is the mean"),
+        ({"mean": "clipped", "replicas": 2}, "method.mean = clipped needs 3 members or more: of 2 it bounds nothing"),
         ({"mean": "trimmed", "mean_trim": 0.1}, "method.mean_trim = 0.1 of 4 members must leave out one at each end"),
         ({"mean_trim": 0.3}, "method.mean_trim means nothing with method.mean = mean"),
         ({"mean": "medium"}, "method.mean = 'medium' is not a valid choice; did you mean 'median'"),

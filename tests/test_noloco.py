@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 from lowcomm.comm.start import run_threads
 from lowcomm.comm.world import World
@@ -198,6 +199,26 @@ def test_one_message_needs_equal_rates_a_lossless_codec_and_whole_replicas(chang
     assert plan.outer.sends_parameters == (messages == 1)
     with pytest.raises(ValueError, match="one message needs a pull that equals the learning rate, got 0.6 and 0.7"):
         PulledMomentum(0.7, 0.5, 0.6, one_message=True)
+
+
+def test_a_run_that_is_closed_early_and_goes_on_keeps_its_pull() -> None:
+    """Slow weights of the next group are fetched after each turn but the last, one that closes the run included."""
+
+    def work(world: World) -> list[bool]:
+        x = nn.Parameter(torch.zeros(4))
+        sync = LocalUpdates({"x": x}, world, steps=8, **NOLOCO | {"sync_every_steps": 2, "group_size": 2})
+        held = []
+        for step in range(1, 9):
+            with torch.no_grad():
+                x.add_(1.0 + world.replica)
+            sync.step()
+            if step == 3:
+                sync.finish()
+            held.append(sync.fragments[0].peers is not None)
+        return held
+
+    for held in run_threads(work, replicas=2):
+        assert held == [False, True, True, True, True, True, True, False]
 
 
 def test_threads_and_processes_give_the_same_run(corpus: Path, tmp_path: Path) -> None:

@@ -229,6 +229,8 @@ def test_readme_and_index_show_the_results() -> None:
     assert BEGIN in readme
     assert END in readme
     assert with_blocks(readme) == readme
+    with pytest.raises(ConfigError, match=r"README.md must have '<!-- end of results -->' once, got it 0 times"):
+        with_blocks(readme.replace(END, ""))
     assert "All four papers" in readme_block()
 
 

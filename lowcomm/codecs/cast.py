@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowcomm.codecs.bits import refuse_non_finite, view_as
+from lowcomm.codecs.bits import NotFinite, refuse_non_finite, view_as
 from lowcomm.codecs.codec import Codec
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -33,7 +33,7 @@ class Cast(Codec):
         cast = x.to(self.dtype)
         if not cast.isfinite().all():
             refuse_non_finite(x, x.abs())
-            raise ValueError(
+            raise NotFinite(
                 f"values up to {x.abs().max().item():g} do not fit {self.dtype}"
                 f" (largest {torch.finfo(self.dtype).max:g})"
             )

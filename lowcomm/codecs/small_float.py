@@ -13,7 +13,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from lowcomm.codecs.bits import BLOCK, Scratch, blocks, blocks_nbytes, pack, refuse_non_finite, unpack
+from lowcomm.codecs.bits import BLOCK, NotFinite, Scratch, blocks, blocks_nbytes, pack, refuse_non_finite, unpack
 from lowcomm.codecs.codec import Codec
 
 
@@ -69,7 +69,7 @@ class SmallFloat(Codec):
         scales = packed[: -(-x.numel() // BLOCK)]
         if scales.numel() and scales.max() > 253:  # no scale to divide by: too large, infinite or NaN
             refuse_non_finite(x, x.abs())
-            raise ValueError(f"values up to {x.abs().max().item():g} are too large to scale")
+            raise NotFinite(f"values up to {x.abs().max().item():g} are too large to scale")
         return packed
 
     def _encode(self, x: Tensor, scales: Tensor, packed: Tensor, scratch: Scratch) -> None:

@@ -553,7 +553,7 @@ def write_project(row: Any, job: Job, folder: Path) -> None:
     """Write a params.yaml into `folder`, with one run, "planned": a row of a plan as `lowcomm train` runs it.
 
     Rows whose stages are sharded (width above 1) need a training loop of one's own. Raises ConfigError where the row is
-    such a one, and where there is a params.yaml already.
+    such a one, where there is a params.yaml already, and where none can be written.
     """
     file = folder / "params.yaml"
     if row.width > 1:
@@ -583,8 +583,11 @@ def write_project(row: Any, job: Job, folder: Path) -> None:
         "methods": {"planned": config["method"]},
         "runs": {"planned": run | {"override": {"stages": row.stages}}},
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    file.write_text(yaml.safe_dump(project, sort_keys=False))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file.write_text(yaml.safe_dump(project, sort_keys=False))
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be written: {error.strerror or error}") from None
 
 
 def command(row: Any, cluster: Cluster) -> str:

@@ -11,7 +11,7 @@ its momentum is of what the group has moved, and not of what the replica itself 
 columns sum to one, the mean over replicas moves as DiLoCo's agreed parameters would with the same outer gradients.
 
 The update is inferred from the paper's abstract, which says that it generalises the outer optimizer to gossip, as this
-one does to the last bit; no public code is known. A description by others takes the momentum from what a replica has
+one does up to rounding; no public code is known. A description by others takes the momentum from what a replica has
 before the mean is taken; then replicas would differ on the complete graph too, and it would not be DiLoCo there.
 
 What replicas differ by must fade where they compute nothing. Taking the mean over random groups is a projection P of it

@@ -490,11 +490,11 @@ class LocalUpdates(Engine):
                 self._apply(index)
         left = [i for i in range(len(self.fragments)) if self.plan.closes(i, self.steps_done)]
         left = [] if self._closed_after == self.steps_done else left
+        self._closed_after = self.steps_done
         for index in left:
             self._send(index, logged)
         for index in left:
             self._apply(index)
-        self._closed_after = self.steps_done
         if self.method.trainable == "next_fragment":
             for parameter in self.named.values():
                 parameter.requires_grad_(True)
@@ -564,7 +564,11 @@ class LocalUpdates(Engine):
 
     def _has_turns_left(self, index: int) -> bool:
         """Tell whether a fragment will be exchanged again, as far as is known."""
-        return self.steps is None or self.fragments[index].turns < self.plan.turns_in(index, self.steps)
+        if self.steps is None:
+            return True
+        sent = self.plan.schedule.turns_of(index, self.steps_done)
+        sent += self.plan.closes(index, self.steps) and self._closed_after == self.steps
+        return sent < self.plan.turns_in(index, self.steps)
 
     def evaluated(self, which: Evaluated = "agreed") -> contextlib.AbstractContextManager[None]:
         """Return a context inside which the model holds the outer parameters ("agreed"), or inner ones.

@@ -141,6 +141,12 @@ class Clipped(Mean):
     names = ("clipped",)
     by_coordinate = False
 
+    @classmethod
+    def check(cls, method: MethodConfig, members: int) -> None:
+        """Refuse groups of one or two members, whose median norm grows with the larger one."""
+        if members < 3:
+            raise ConfigError(f"method.mean = clipped needs 3 members or more: of {members} it bounds nothing")
+
     def over(self, parts: Iterable[Tensor], weights: Sequence[float]) -> Tensor:
         messages = list(parts)
         norms = torch.stack(torch._foreach_norm(messages))

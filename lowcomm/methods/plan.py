@@ -378,7 +378,9 @@ class Plan:
     def phases(self, fragment: int) -> dict[str, int]:
         """Return the number of phases (swaps of messages) of a fragment's turn in the largest group, by purpose."""
         met, this = self.peers.most(self.replicas), self.fragments[fragment]
-        shared = any(encoded_mean_in_shares(n, self.codec, met, min(met, len(owners))) for n, owners in this.alike)
+        shared = any(
+            encoded_mean_in_shares(n, self.codec, met, len(owners) * met // self.replicas) for n, owners in this.alike
+        )
         slow = encoded_mean_in_shares(this.numel, self.fp32, met, met)
         return {OUTER: 1 + (self.is_plain(fragment) or shared), SLOW_WEIGHTS: 1 + slow}
 

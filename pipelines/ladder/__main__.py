@@ -127,6 +127,8 @@ def main(argv: list[str] | None = None, ladder: Ladder = LADDER) -> int:
     rung = None if headline else args.rung
     if (rung is None) == (args.what in ("tune", "train", "predict")):
         parser.error(f"{args.what} {'needs' if rung is None else 'takes no'} rung")
+    if headline and (args.rows or (args.what == "headline" and args.rung)):
+        parser.error("headline takes no rung and no rows: plan.yaml names them")
     try:
         if args.what == "list":
             print(listed(ladder))

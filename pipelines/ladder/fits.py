@@ -254,6 +254,7 @@ def gap_rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
                 "gap_pct": gap,
                 "low_pct": low,
                 "high_pct": high,
+                "rung": cell.rung,
                 "data_parallel_seeds": len(cell.base),
                 "means_gap_pct": means,
                 "means_low_pct": means_low,
@@ -479,7 +480,7 @@ def register(ladder: Ladder, what: str, asked: Collection[str] = ()) -> bool:
 
     Raises:
         ConfigError: a row has points there already, as what is known is not predicted; it is none of those that can be
-            predicted there; or a smaller rung has no pairs of it.
+            predicted there; or a smaller rung has no pairs of it, or all have too few together for a line.
     """
     plan, told = ladder.plan, ladder.read_predictions()
     if what == PUBLISHED:
@@ -508,14 +509,16 @@ def register(ladder: Ladder, what: str, asked: Collection[str] = ()) -> bool:
     for name, new in missing.items():
         size = parameters(sizes[name]).total
         _check_known(ladder, cells, new, size)
-        if what == PUBLISHED:
-            there = told.setdefault(name, {"parameters": size, "rows": {}})
-            there["rows"] |= {row: {"gap_pct": [_percent(g) for g in fit_row(cells, row).at(size)]} for row in new}
-        else:
-            there = told.setdefault(name, {"parameters": size, "rows": {}})
-            for row in new:
-                seeds = plan.rungs[what].seeds_of(plan.rows[row])
-                there["rows"][row] = {"seeds": seeds} | predict(cells, row, size, seeds=seeds)
+        there = told.setdefault(name, {"parameters": size, "rows": {}})
+        for row in new:
+            try:
+                if what == PUBLISHED:
+                    there["rows"][row] = {"gap_pct": [_percent(g) for g in fit_row(cells, row).at(size)]}
+                else:
+                    seeds = plan.rungs[what].seeds_of(plan.rows[row])
+                    there["rows"][row] = {"seeds": seeds} | predict(cells, row, size, seeds=seeds)
+            except ValueError as error:
+                raise ConfigError(f"{row} at {name} cannot be predicted: {error}") from None
     text = yaml.safe_dump(told, sort_keys=False, default_flow_style=None)
     write_whole(ladder.results / "predictions.yaml", text)
     return True

@@ -78,5 +78,5 @@ class Origin:
 def keep_origin(ladder: Ladder) -> None:
     """Write down what points are made with here, unless the points that are there are of another text."""
     kept, here = ladder.origin, Origin.here(ladder)
-    if kept is None or (kept.corpora, kept.smoke) == (here.corpora, here.smoke):
+    if kept != here and (kept is None or (kept.corpora, kept.smoke) == (here.corpora, here.smoke)):
         here.write(ladder.results)

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from lowcomm.cost.ingredients import Method, Penalties
@@ -82,12 +81,12 @@ class Series:
     corrected: float = 0.0  # the deviation of what was added to all values
 
     def rows(self, noise: float = 0.0) -> Iterator[dict[str, Any]]:
-        """Yield a row of the table for each size, with the slope of the fit beside it.
+        """Yield a row of the table for each size, with the steepest that the fit's slope may be beside it.
 
         With two sizes and three values or more the likely value is the fit's, the deviation its error, and the drift
         the error of its slope, plus the slope itself where it rises: nothing says that a rise stops where the sizes do.
-        Else the likely value is the mean, the deviation its standard error (`alone` for one value), and drift and slope
-        are NaN.
+        Else the likely value is the mean, the deviation its standard error (`alone` for one value), and drift and
+        steepest are NaN.
 
         noise: the least deviation of single values, as two that happen to be near each other do not show it.
         """
@@ -96,10 +95,11 @@ class Series:
         if fit is not None:
             fit = replace(fit, deviation=max(fit.deviation, noise))
         for size, some in sorted(self.values.items()):
-            drift = slope = math.nan
+            drift = steepest = math.nan
             if fit is not None:
                 likely, off = fit.at_one + fit.slope * math.log(size), fit.error(size)
-                slope, drift = fit.slope, max(0.0, fit.slope) + fit.deviation / math.sqrt(fit.square)
+                error = fit.deviation / math.sqrt(fit.square)
+                drift, steepest = max(0.0, fit.slope) + error, abs(fit.slope) + error
             else:
                 likely = statistics.mean(some)
                 off = max(statistics.stdev(some), noise) / math.sqrt(len(some)) if len(some) > 1 else self.alone
@@ -114,7 +114,7 @@ class Series:
                 "measured": statistics.mean(some),
                 "values": len(some),
                 "source": self.source,
-                "slope": slope,
+                "steepest": steepest,
             }
 
 
@@ -212,14 +212,13 @@ def penalties_of(ladder: Ladder) -> pd.DataFrame:
     rows = [row for some in ours for row in some.rows(noise)] + [row for some in printed() for row in some.rows()]
     found = _table(rows)
     found["log_ratio"], found["measured"] = found.log_ratio.round(5), found.measured.round(5)
-    return found.drop(columns="slope")
+    return found.drop(columns="steepest")
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
     """Return rows of series as a table, in which what a lone value or size lacks is the largest of its source."""
     found = pd.DataFrame(rows)
-    steepest = np.hypot(found.slope, found.drift)
-    for column, most in (("deviation", found.deviation), ("drift", steepest)):
+    for column, most in (("deviation", found.deviation), ("drift", found.steepest)):
         of_source = most.groupby(found.source).transform("max")
         found[column] = found[column].fillna(of_source).fillna(most.max()).round(5)
     return found

@@ -15,7 +15,7 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -153,22 +153,38 @@ class Plan:
         return f" ({'; '.join(told)})" if told else ""
 
 
-def _only(section: Mapping[str, Any], valid: set[str], where: str) -> None:
+#: What a line may be of (`Ladder.overrides` says which setting each is), and those that are of outer steps.
+OUTER_LINES = ("gain", "momentum", "rise")
+KINDS_OF_LINE = ("lr", "muon", "warmup", "embedding", *OUTER_LINES)
+
+
+def _entry(section: Mapping[str, Any] | None, where: str, needed: Sequence[str], valid: Sequence[str] = ()) -> Any:
+    """Return a section of plan.yaml, {} for an empty one. Raises ConfigError for a key that lacks or is unknown."""
+    section = {} if section is None else section
+    if not isinstance(section, Mapping):
+        raise ConfigError(f"{where} in plan.yaml must have keys, got {section!r}")
     for key in section:
-        if key not in valid:
-            raise ConfigError(f"unknown key {where}.{key} in plan.yaml{nearest(key, valid)}")
+        if key not in (*needed, *valid):
+            raise ConfigError(f"unknown key {where}.{key} in plan.yaml{nearest(key, {*needed, *valid})}")
+    for key in needed:
+        if key not in section:
+            raise ConfigError(f"{where} in plan.yaml needs {key}")
+    return section
 
 
 def read_plan(path: Path) -> Plan:
-    """Read a plan.yaml. Raises ConfigError where it names what there is not, or breaks a rule."""
+    """Read a plan.yaml. Raises ConfigError where it names what there is not, lacks what it needs, or breaks a rule."""
     told = yaml.safe_load(path.read_text())
-    _only(told, {"rungs", "rows", "lines", "headline", "published"}, "plan")
+    told = _entry(told, "plan", ("rungs", "rows", "lines"), ("headline", "published"))
     lines, rows, rungs = {}, {}, {}
     for name, entry in told["lines"].items():
-        _only(entry, {"begin", "factor", "values"}, f"lines.{name}")
+        pick(dict.fromkeys(KINDS_OF_LINE), name, "line")
+        entry = _entry(entry, f"lines.{name}", ("begin",), ("factor", "values"))
+        if entry.get("factor") and not entry["begin"] > 0:
+            raise ConfigError(f"lines.{name}.begin = {entry['begin']} must be above 0: it is taken times a factor")
         lines[name] = Line(entry["begin"], entry.get("factor", 0.0), tuple(entry.get("values", ())))
     for name, entry in told["rows"].items():
-        _only(entry, {"from", "lines", "begin", "rungs", "seeds"}, f"rows.{name}")
+        entry = _entry(entry, f"rows.{name}", (), ("from", "lines", "begin", "rungs", "seeds"))
         begin, own = entry.get("begin", {}), tuple(entry.get("rungs", ()))
         start, seeds = entry.get("from", ""), entry.get("seeds", {})
         if not isinstance(seeds, dict):
@@ -182,11 +198,15 @@ def read_plan(path: Path) -> Plan:
             raise ConfigError(f"rows.{name} begins from {row.start!r}, which must stand before it")
         rows[name] = row
     for name, entry in told["rungs"].items():
-        _only(entry, {"seeds", "tuned_at", "rows", "gpu"}, f"rungs.{name}")
+        entry = _entry(entry, f"rungs.{name}", ("seeds", "tuned_at"), ("rows", "gpu"))
+        if type(entry["seeds"]) is not int:
+            raise ConfigError(f"rungs.{name}.seeds = {entry['seeds']!r} must be a whole number")
         chosen = tuple(entry.get("rows", (row.name for row in rows.values() if name in (row.rungs or (name,)))))
         for row in chosen:
             pick(rows, row, f"row of rungs.{name}")
-        pick(told["rungs"], entry["tuned_at"], f"rung to tune {name} at")
+        at = pick(told["rungs"], entry["tuned_at"], f"rung to tune {name} at")
+        if at.get("tuned_at") != entry["tuned_at"]:
+            raise ConfigError(f"rungs.{name}.tuned_at = {entry['tuned_at']!r} is a rung that is not tuned itself")
         rungs[name] = Rung(name, entry["seeds"], entry["tuned_at"], chosen, entry.get("gpu", False))
     for row in rows.values():
         for rung in row.seeds:
@@ -198,7 +218,7 @@ def read_plan(path: Path) -> Plan:
         pick(PRESETS, preset, f"size of published.{row}")
     if not (shown := told.get("headline")):
         return Plan(rungs, rows, lines, published=published)
-    _only(shown, {"rung", "rows"}, "headline")
+    _entry(shown, "headline", ("rung", "rows"))
     for row in shown["rows"]:
         if row not in pick(rungs, shown["rung"], "rung of the headline").rows:
             raise ConfigError(f"headline.rows has {row!r}, which is no row of rungs.{shown['rung']}")
@@ -278,7 +298,8 @@ class Ladder:
         "gain" is K = outer_lr / (1 - momentum), "momentum" the outer momentum; NoLoCo's pull is its outer_lr. "rise" is
         the share of the run in which the momentum rises from 0. Where the row's momentum follows points of the run, K
         is that of the last one; then ConfigError is raised where there is a momentum without a rise, or where factors
-        of outer_lr do not end at 1.
+        of outer_lr do not end at 1. Values of outer steps mean nothing where there are none, or they have no rate; then
+        ConfigError is raised for a line of the row's own, while others are those of a row that it begins from.
         """
         plain = self.project.run_config(row.run, variant=row.variant, scale=rung, params=self.params)
         found: dict[str, dict[str, Any]] = {"train": {}, "model": {}, "method": {}}
@@ -291,7 +312,10 @@ class Ladder:
         if "embedding" in values:
             found["model"]["embedding_std"] = values["embedding"]
         method = plain.method
-        if plain.exchanges_parameters and method.outer != "average" and {"gain", "momentum", "rise"} & set(values):
+        if not plain.exchanges_parameters or method.outer == "average":
+            if idle := [name for name in OUTER_LINES if name in values and name in row.lines]:
+                raise ConfigError(f"row {row.name}: {idle[0]} means nothing without outer steps that have a rate")
+        elif {*OUTER_LINES} & {*values}:
             points = method.outer_momentum_points
             if points and "momentum" in values and "rise" not in values:
                 raise ConfigError(f"row {row.name}: a momentum means nothing where it follows points of the run")

@@ -95,7 +95,9 @@ def train_point(point: Point, *, compiled: bool = True) -> dict[str, Any] | None
             outcome["curve"] = curve(folder.read()["rows"])
             if has_positions(point.config):
                 outcome["loss_by_position"] = loss_by_position(point.config, point.data, folder.model)
-    outcome["seconds"] = round(time.perf_counter() - begin, 1)
+    times = folder.times / "times.json"  # which a run that has been stopped, and goes on, carries on
+    seconds = json.loads(times.read_text())["seconds"] if times.exists() else time.perf_counter() - begin
+    outcome["seconds"] = round(seconds, 1)
     shutil.rmtree(folder.out, ignore_errors=True)
     shutil.rmtree(folder.times, ignore_errors=True)
     return outcome
