@@ -686,7 +686,9 @@ def test_headlines_are_of_the_largest_tuned_rung_that_has_them(small: Ladder) ->
     assert list(beyond(small, rows, "a", seeds=1)) == ["b"]
     assert not beyond(small, rows, "b", seeds=1)
     told = told_over(small, "diloco/m2", "plain", seeds=1)
-    assert re.fullmatch(r"at a \(2 seeds\) \+0.00 .* %, and at b, with the rates of a \(1 seed\) \+0.00 %", told), told
+    assert re.fullmatch(
+        r"by \+0.00 .* % at a \(2 seeds\) and by \+0.00 % at b, with the rates of a \(1 seed\)", told
+    ), told
     own = dataclasses.replace(small.plan.rungs["b"], tuned_at="b")
     small.plan.rungs["b"] = own
     small.tuned_file("b").write_text(small.tuned_file("a").read_text())

@@ -177,13 +177,13 @@ def beyond(
 def told_over(ladder: Ladder, one: str, other: str, *, seeds: int | Sequence[int] = (3, 2)) -> str:
     """Say what a row loses over another where both are at their best, and at the sizes beyond.
 
-    It is as in "at 0.33M (5 seeds) +3.66 (0.75 to 6.64) %, and at 1.05M, with the rates of 0.33M (3 seeds) ...".
-    `seeds` is as in `at_their_best`. Raises ConfigError where no rung has both.
+    It is as in "by +3.66 (0.75 to 6.64) % at 0.33M (5 seeds) and by +2.54 (-4.29 to 9.87) % at 1.05M, with the rates of
+    0.33M (3 seeds)". `seeds` is as in `at_their_best`. Raises ConfigError where no rung has both.
     """
     rung, best = at_their_best(ladder, (one, other), seeds=seeds)
     places = {rung: best} | beyond(ladder, (one, other), rung, seeds=seeds)
-    return ", and ".join(
-        f"at {ladder.plan.rungs[name].called} ({c.told_seeds(one, other)}) {c.over(one, other, 2)}"
+    return " and ".join(
+        f"by {c.over(one, other, 2)} at {ladder.plan.rungs[name].called} ({c.told_seeds(one, other)})"
         for name, c in places.items()
     )
 
