@@ -93,6 +93,9 @@ def check_bounds(section: str, values: Any) -> None:
         value = getattr(values, field.name)
         if isinstance(value, float) and not math.isfinite(value):
             raise ConfigError(f"{section}.{field.name}".removeprefix(".") + f" must be finite, got {value}")
+        if field.metadata and (isinstance(value, bool) or not isinstance(value, int | float)):
+            name = f"{section}.{field.name}".removeprefix(".")
+            raise ConfigError(f"{name} must be a number, got {value!r}")
         for rule, bound in field.metadata.items():
             if not _WITHIN[rule](value, bound):
                 name = f"{section}.{field.name}" if section else field.name

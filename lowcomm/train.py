@@ -113,7 +113,8 @@ def _told(config: RunConfig, folder: RunFolder, summary: dict[str, Any]) -> str:
     sent = max(a + b for a, b in zip(summary["sent_bytes_per_rank"], summary["routed_bytes_per_rank"], strict=True))
     return (
         f"{config.title}: validation loss {summary['val_loss']:.4f} (perplexity {summary['val_perplexity']:.4g}) after"
-        f" {summary['tokens']:,} tokens; {sent:,} bytes sent by the busiest rank; {folder.out}"
+        f" {summary['tokens']:,} tokens; {sent:,} bytes sent to other replicas and"
+        f" stages by the busiest rank, evaluation included; {folder.out}"
     )
 
 

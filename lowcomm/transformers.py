@@ -242,9 +242,7 @@ class SyncCallback(transformers.TrainerCallback):
             "output_dir": os.path.realpath(args.output_dir),
             "saves": args.save_strategy != "no",
         }
-        packed = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8).to(self.world.device)
-        found = self.world.exchange(packed, purpose="settings", axis="world")
-        all_ = [json.loads(bytes(x.tolist())) for x in found]
+        all_ = self.world.tell(own)
         for key in ("max_steps", "steps taken", "method", "seed", "saves"):
             if len({other[key] for other in all_}) > 1:
                 hint = "; set max_steps, or give shards of equal length" if key == "max_steps" else ""

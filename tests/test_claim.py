@@ -27,6 +27,53 @@ from tests.harness import Crash, as_processes, refused, train_in_processes
 DILOCO = small_run("diloco_m2")
 
 
+def test_times_of_another_run_are_left_alone(corpus: Path, tmp_path: Path) -> None:
+    """A folder of times is of one run; both may be moved together."""
+    first = RunFolder(tmp_path / "one" / "run", tmp_path / "one" / "times")
+    train_in_threads(DILOCO, corpus, first)
+    kept = files_of(first.times)
+    for folder, message in (
+        (
+            RunFolder(tmp_path / "other", first.times),
+            f"holds the times of the run in {first.out}: choose another folder",
+        ),
+        (RunFolder(tmp_path / "other", first.out / "metrics"), "holds the metrics of a run: choose another folder"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            train_in_threads(DILOCO, corpus, folder)
+    assert files_of(first.times) == kept
+    (tmp_path / "one").rename(tmp_path / "moved")
+    moved = RunFolder(tmp_path / "moved" / "run", tmp_path / "moved" / "times")
+    assert train_in_threads(DILOCO, corpus, moved, again=True)["complete"]
+
+
+def test_what_is_left_of_a_folder_that_was_cleared_is_no_finished_run(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train_in_threads(DILOCO, corpus, tmp_path / "run")
+    folder = RunFolder.beside(tmp_path / "run")
+
+    def killed(path: Path) -> None:
+        raise Crash
+
+    monkeypatch.setattr(Path, "rmdir", killed)
+    with pytest.raises(Crash):
+        folder.clear()
+    assert folder.read_summary() is None
+
+
+def test_metrics_that_are_a_row_short_are_named(corpus: Path, tmp_path: Path) -> None:
+    train_in_threads(DILOCO, corpus, tmp_path / "run")
+    folder = RunFolder.beside(tmp_path / "run")
+    rows = folder.metrics(1).read_text().splitlines(keepends=True)
+    folder.metrics(1).write_text("".join(rows[:-1]))
+    with pytest.raises(ConfigError, match=rf"rank-001.jsonl is damaged \({len(rows) - 1} rows, {len(rows)} needed\)"):
+        folder.read()
+    folder.metrics(1).unlink()
+    with pytest.raises(ConfigError, match="rank-001.jsonl cannot be read"):
+        folder.read()
+
+
 def files_of(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 

@@ -388,6 +388,20 @@ def test_a_folder_is_prepared_by_one_process_and_holds_nothing_of_others(
     with pytest.raises(ConfigError, match="out holds thesis.tex, which no corpus is of: choose another folder"):
         prepare(CorpusConfig("docstrings"), SMALL, tmp_path / "out")
     assert (tmp_path / "out" / "thesis.tex").exists()
+    shutil.rmtree(tmp_path / "out")
+    (tmp_path / "out.partial" / "notes.txt").touch()
+    with pytest.raises(ConfigError, match="out.partial holds notes.txt, which no corpus is of: choose another folder"):
+        prepare(CorpusConfig("docstrings"), SMALL, tmp_path / "out")
+    assert (tmp_path / "out.partial" / "notes.txt").exists()
+
+
+def test_a_folder_that_is_a_link_is_prepared_where_it_leads_to(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "disk")
+    for _ in range(2):
+        prepare(CorpusConfig("docstrings"), SMALL, tmp_path / "out")
+    assert (tmp_path / "disk" / "card.json").exists()
+    assert (tmp_path / "out").is_symlink()
 
 
 def test_a_projects_corpus_is_prepared_where_it_is_missing_or_another_or_damaged(

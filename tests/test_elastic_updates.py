@@ -164,6 +164,28 @@ def test_without_faults_it_is_local_updates_bit_for_bit(method: str, replica: Ca
             assert torch.equal(a, b)
 
 
+def test_a_message_of_fewer_values_than_replicas_is_averaged_too(replica: Callable) -> None:
+    """Of a mean that is reduced in shares some replicas have an empty one."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.x = nn.Parameter(torch.zeros(2))
+
+    def one(slot: int) -> Tensor:
+        model, sync = replica(slot, "diloco", slots=4, model=Two())
+        while sync.is_training:
+            with torch.no_grad():
+                model.x += slot
+            sync.step()
+        sync.finish()
+        return model.x.detach()
+
+    first, *others = in_threads(*(lambda slot=slot: one(slot) for slot in range(4)))
+    assert first[0] != 0
+    assert all(torch.equal(first, x) for x in others)
+
+
 @pytest.mark.parametrize("method", ALL)
 def test_without_faults_pipelines_are_local_updates_bit_for_bit(method: str, replica: Callable) -> None:
     """Each of two stages has parameters of its own; they send and apply after the same steps, as the first one says."""
@@ -645,7 +667,7 @@ def test_a_store_may_have_an_ipv6_address() -> None:
 
 @pytest.mark.fault("an address (--host) that the machine does not have", "refused by that address")
 def test_an_address_of_another_machine_is_refused(store: Notes) -> None:
-    for host in ("203.0.113.7", "no.such.name.invalid"):
+    for host in ("203.0.113.7", "no.such.name.invalid", "0.0.0.0", "::"):
         with pytest.raises(ConfigError, match=f"host = {host} is no address of this machine that others could reach"):
             ElasticUpdates(Net(), store, slot=0, slots=1, steps=4, sync_every_steps=4, host=host)
 

@@ -570,6 +570,17 @@ def test_what_cannot_be_cut_is_refused() -> None:
         pieces({"up.weight": (4, 8), "up.bias": (8,)}, ["up.*:1"], 2)
     with pytest.raises(ConfigError, match="method.sliced names 'layers', which matches no parameter"):
         slice_parameters(torch.nn.Linear(4, 4), 0, ["layers"], 2)
+    with pytest.raises(ConfigError, match="slices must be a whole number from 1 on, got 0"):
+        slice_parameters(torch.nn.Sequential(torch.nn.Linear(4, 4)), 0, ["0.weight:0"], 0)
+
+
+def test_a_bias_is_not_sliced_and_the_model_stays_as_it_is() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    with pytest.raises(
+        ConfigError, match="method.sliced: 0.bias is no weight, and is trained whole: end it in .weight"
+    ):
+        slice_parameters(model, 0, ["0.*:0"], 2)
+    assert type(model[0]) is torch.nn.Linear
 
 
 def test_sliced_layers_keep_name_and_shape() -> None:

@@ -200,6 +200,18 @@ def test_what_a_machine_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert missing() == "network namespaces are Linux's"
     with pytest.raises(ConfigError, match="0 nodes: a testbed has 1 to 200"):
         Testbed(0)
+    with pytest.raises(ConfigError, match="latency_ms = -5: it must be at least 0, and finite"):
+        Testbed(2, latency_ms=-5)
+
+
+@here
+def test_a_testbed_that_cannot_be_leaves_another_of_this_process_as_it_is() -> None:
+    with Testbed(2) as bed:
+        child = bed.start(0, ["sleep", "60"])
+        with pytest.raises(ConfigError, match="File exists"), Testbed(2):
+            pass
+        assert child.poll() is None
+        assert all(name in namespaces() for name in bed.names)
 
 
 @here

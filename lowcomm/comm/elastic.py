@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import ipaddress
 import json
 import logging
 import math
@@ -257,6 +258,9 @@ class Messenger:
         except OSError as error:
             raise ConfigError(f"host = {host} is no address of this machine that others could reach: {error}") from None
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
+        if ipaddress.ip_address(self.address[0]).is_unspecified:
+            self._listener.close()
+            raise ConfigError(f"host = {host} is no address of this machine that others could reach: it stands for all")
         threading.Thread(target=self._accept, name="accept", daemon=True).start()
 
     def _accept(self) -> None:
@@ -507,7 +511,7 @@ class _Attempt:
         taken = []
         for i, buffer in into:
             raw = messenger.take(self.elastic.name_of(members[i]), "values", key, **wait)
-            x = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+            x = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
             if buffer is not None:
                 if x.numel() != buffer.numel() * buffer.element_size():
                     raise NoAnswer(self.elastic.name_of(members[i]), f"sent {x.numel()} bytes")
@@ -518,6 +522,9 @@ class _Attempt:
 
 def check_place(slot: int, slots: int, quorum: int) -> None:
     """Raise ConfigError where `slot` is not from 0 to `slots` - 1, or `quorum` is not from 1 to `slots`."""
+    for name, value in (("slots", slots), ("slot", slot), ("quorum", quorum)):
+        if not isinstance(value, int):
+            raise ConfigError(f"{name} must be a whole number, got {value!r}")
     if not 0 <= slot < slots or not 1 <= quorum <= slots:
         rule = f"slots count from 0 to {slots - 1}, and a quorum is of 1 to {slots}"
         raise ConfigError(f"slot {slot} and a quorum of {quorum} do not go with {slots} slots: {rule}")

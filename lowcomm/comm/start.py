@@ -28,7 +28,7 @@ def default_device() -> torch.device:
 
 def _check_grid(replicas: int, stages: int) -> None:
     for name, count in (("replicas", replicas), ("stages", stages)):
-        if count < 1:
+        if isinstance(count, int) and count < 1:
             raise ConfigError(f"{name} must be at least 1, got {count}")
         whole_number(name, count)
 

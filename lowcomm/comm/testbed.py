@@ -175,6 +175,8 @@ class Testbed:
     ):
         if not 1 <= nodes <= 200:
             raise ConfigError(f"{nodes} nodes: a testbed has 1 to 200")
+        if not 0 <= latency_ms < math.inf:
+            raise ConfigError(f"latency_ms = {latency_ms:g}: it must be at least 0, and finite")
         if not 0 <= loss_percent < 100:
             raise ConfigError(f"loss_percent = {loss_percent:g}: it must be at least 0 and below 100")
         self._is_delayed = latency_ms > 0 or loss_percent > 0
@@ -188,6 +190,7 @@ class Testbed:
         self._in_user_space = self._is_delayed and not has_netem()
         self._forwarder: subprocess.Popen[str] | None = None
         self._started: list[subprocess.Popen] = []
+        self._made: list[str] = []  # namespaces, of which another testbed of this process may have others
 
     @staticmethod
     def address(node: int) -> str:
@@ -199,6 +202,7 @@ class Testbed:
         try:
             for name in [*self.names, self._switch]:
                 _run("ip", "netns", "add", name)
+                self._made.append(name)
                 _run(*_inside(name), "ip", "link", "set", "lo", "up")
                 _run(*_inside(name), "sysctl", "-qw", f"net.ipv4.tcp_congestion_control={self.congestion}")
             if self._in_user_space:
@@ -219,8 +223,9 @@ class Testbed:
             for stream in (child.stdin, child.stdout, child.stderr):
                 if stream is not None:
                     stream.close()
-        for name in [*self.names, self._switch]:
+        for name in self._made:
             _remove(name)
+        self._made.clear()
 
     def _wire(self) -> None:
         _run(*_inside(self._switch), "ip", "link", "add", "br0", "type", "bridge")

@@ -53,6 +53,8 @@ def read_card(folder: Path) -> dict[str, Any]:
             raise ValueError(f"tokens of dtype {card['dtype']!r}")
     except FileNotFoundError:
         raise ConfigError(f"no corpus in {folder}: prepare it first ({command})") from None
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
     except (ValueError, TypeError, KeyError) as error:
         what = f"lacks {error}" if isinstance(error, KeyError) else str(error)
         raise ConfigError(f"{file} is damaged ({what}): prepare the corpus again ({command})") from None

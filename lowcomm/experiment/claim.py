@@ -51,6 +51,7 @@ class Claim:
 
     def _check(self, run: dict[str, Any], *, again: bool) -> None:
         folder = self.folder
+        folder.check_times()
         complete = folder.read_summary() is not None
         there = _read(folder.settings.read_text()) if folder.settings.exists() else run
         differs = first_difference(there, run)
@@ -71,6 +72,7 @@ class Claim:
     def begin(self) -> None:
         """Remove what an earlier attempt has left, as the run begins at its first step."""
         self.folder.clear()
+        self.folder.times_of.write_text(f"{self.folder.from_times}\n")
         self._write_settings()
 
     def done(self) -> None:

@@ -201,9 +201,13 @@ def prepare(corpus: CorpusConfig, config: DataConfig, out: Path, root: Path | No
     cannot be read or does not suit its settings, where the folder cannot be written or holds files that no preparation
     puts there, and where another process prepares it.
     """
-    if strangers := sorted(p.name for p in out.glob("*") if not re.fullmatch(_PREPARED, p.name)):
-        raise ConfigError(f"{out} holds {', '.join(strangers[:5])}, which no corpus is of: choose another folder")
+    out = out.resolve()  # where it is a link, the folder that it leads to is replaced
     partial = out.with_name(out.name + ".partial")
+    for folder in (out, partial):
+        if strangers := sorted(p.name for p in folder.glob("*") if not re.fullmatch(_PREPARED, p.name)):
+            raise ConfigError(
+                f"{folder} holds {', '.join(strangers[:5])}, which no corpus is of: choose another folder"
+            )
     try:
         if partial.exists():
             with _locked(partial):

@@ -37,6 +37,7 @@ from lowcomm.experiment.train import (
     claimed,
     digests,
     environment,
+    identity,
     mark_source,
     put_back,
     started_with,
@@ -95,8 +96,8 @@ def train_elastic(
     folder.make()
     t = config.train
     data = TokenData(data_folder, seq_len=t.seq_len, global_batch=t.global_batch, seed=config.seed, alike=t.alike)
-    run = config.identity() | digests(data.card) | {"slot": slot}
     begun = started_with(config, data)
+    run = identity(config, begun) | digests(data.card) | {"slot": slot}
     own.agree(begun)
     told = {"notes": notes, "slot": slot, "slots": config.replicas, "rules": rules, "quorum": quorum, "host": host}
     trainer = Trainer(config, own, data, elastic=told | {"begun": begun})

@@ -92,7 +92,9 @@ def _layer(base: dict, over: Any, where: str) -> dict:
 
 def _check_name(name: str, where: str) -> None:
     """Raise ConfigError for a name that cannot be that of a folder."""
-    if not str(name) or str(name).startswith(".") or {"/", "\\"} & set(str(name)):
+    if not isinstance(name, str):
+        raise ConfigError(f"{where}: the name {name!r} must be text, in quotes")
+    if not name or name.startswith(".") or {"/", "\\"} & set(name):
         raise ConfigError(f"{where}.{name}: a name is that of a folder, so it has no slash and begins with no dot")
 
 
@@ -121,6 +123,8 @@ def _entry(run: str, params: Params) -> dict[str, Any]:
         seeds = change.get("seeds", [0])
         if not isinstance(seeds, list) or not seeds or not all(type(s) is int and s >= 0 for s in seeds):
             raise ConfigError(f"runs.{name}.seeds = {seeds!r} must be a list of at least one whole number from 0")
+        if len(set(seeds)) < len(seeds):
+            raise ConfigError(f"runs.{name}.seeds = {seeds!r} has a seed twice")
     return {"variants": variants} | entry
 
 

@@ -85,9 +85,16 @@ def recorded_steps(path: Path) -> int:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a metrics file. Raises ConfigError, with the line's number, where a line is not valid JSON."""
+    """Return the rows of a metrics file.
+
+    Raises ConfigError, with the line's number, where a line is not valid JSON, and where the file cannot be read.
+    """
     rows = []
-    for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
+    try:
+        text = path.read_text(errors="replace")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}): train the run anew") from None
+    for number, line in enumerate(text.splitlines(), 1):
         try:
             rows.append(json.loads(line))
         except ValueError as error:
@@ -234,11 +241,31 @@ class RunFolder:
                 " choose another folder, or delete them"
             )
 
+    @property
+    def times_of(self) -> Path:
+        """The file that says of which run the folder of times is: the path from there to that run's folder."""
+        return self.times / "times-of.txt"
+
+    @property
+    def from_times(self) -> str:
+        """The path from the folder of times to the run's folder, which stays when both are moved."""
+        return os.path.relpath(self.out.absolute(), self.times.absolute())
+
+    def check_times(self) -> None:
+        """Raise ConfigError where the folder of times is another run's: it would lose them as this one begins."""
+        parent = RunFolder(self.times.parent, self.times)
+        if self.times.name == "metrics" and (parent.summary.exists() or parent.settings.exists()):
+            raise ConfigError(f"{self.times} holds the metrics of a run: choose another folder for times")
+        if self.times_of.exists() and (owner := self.times_of.read_text().strip()) != self.from_times:
+            run = os.path.normpath(self.times / owner)
+            raise ConfigError(f"{self.times} holds the times of the run in {run}: choose another folder for times")
+
     def clear(self) -> None:
         """Remove the files that a run has left here, and folders in which nothing else is.
 
         A checkpoint that is a link to another folder stays, and so do the files there.
         """
+        self.summary.unlink(missing_ok=True)  # first, as without the rest it would speak of a whole run
         for path in checkpoint_folders(self.checkpoints):
             remove_checkpoint(path)
         for path in (self.out / "metrics").glob("rank-*.jsonl"):
@@ -246,7 +273,7 @@ class RunFolder:
         for folder in self._folders:
             with contextlib.suppress(OSError):
                 folder.rmdir()
-        measured = (*self.times.glob("trace-*.jsonl"), *self.times.glob("rank-*.jsonl"))
+        measured = (*self.times.glob("trace-*.jsonl"), *self.times.glob("rank-*.jsonl"), self.times_of)
         for file in (*self._files, self.source, *measured):
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 file.unlink()
@@ -262,6 +289,11 @@ class RunFolder:
         run = summary["run"]
         files = [read_metrics(self.losses(run, replica)) for replica in range(run["replicas"])]
         rows = files[0]
+        if short := [replica for replica, file in enumerate(files) if len(file) != len(rows)]:
+            file = self.losses(run, short[0])
+            raise ConfigError(
+                f"{file} is damaged ({len(files[short[0]])} rows, {len(rows)} needed): train the run anew"
+            )
         for row, *others in zip(*files, strict=True):
             if "val_loss" in row:
                 row["val_loss"] = sum(r["val_loss"] for r in (row, *others)) / run["replicas"]

@@ -69,9 +69,9 @@ def train(
     folder.make()
     t = config.train
     data = TokenData(data_folder, seq_len=t.seq_len, global_batch=t.global_batch, seed=config.seed, alike=t.alike)
-    world.agree(started_with(config, data))
+    world.agree(begun := started_with(config, data))
     trainer = Trainer(config, world, data)
-    run = config.identity() | digests(data.card)
+    run = identity(config, begun) | digests(data.card)
     with claimed(folder, world, run, again=again) as claim:
         return _train(trainer, folder, run, claim, on_row)
 
@@ -83,6 +83,14 @@ def started_with(config: RunConfig, data: TokenData) -> dict[str, Any]:
         files = sorted(Path(config.train.weights).glob("*.safetensors"))
         told["train.weights"] = [sha256(file) for file in files]
     return told
+
+
+def identity(config: RunConfig, begun: dict[str, Any]) -> dict[str, Any]:
+    """Return what decides the losses of a run (`RunConfig.identity`), with the digests of its weights for their path.
+
+    begun: what `started_with` returns.
+    """
+    return config.identity() | ({"train.weights": begun["train.weights"]} if config.train.weights else {})
 
 
 def digests(card: dict[str, Any]) -> dict[str, Any]:
@@ -151,7 +159,7 @@ def _train(
     clock = Metrics(folder.clock(world.rank), start)
     stop = StopAgreement(world, config.comm.timeout_s)
     world.clock.start(elapsed)
-    step = start
+    step = saved = start
     try:
         while step < t.steps and not stop.before(step + 1):
             step += 1
@@ -167,8 +175,10 @@ def _train(
                 clock.write()
             if step < t.steps and config.checkpoint.every_steps and step % config.checkpoint.every_steps == 0:
                 _save(trainer, checkpoints, metrics, clock, step, run)
+                saved = step
         if step < t.steps:
-            _save(trainer, checkpoints, metrics, clock, step, run)
+            if step > saved or not step:  # to write it again would put what is there aside for a moment
+                _save(trainer, checkpoints, metrics, clock, step, run)
             log.info("stopped %s after step %d; the same command continues", config.name, step)
             return {"complete": False, "step": step}
         metrics.write()

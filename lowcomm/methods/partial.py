@@ -38,7 +38,7 @@ from torch import Tensor, nn
 
 from lowcomm.methods.streaming import layer_of
 from lowcomm.model.decoder import MLP, Decoder, recomputing
-from lowcomm.settings import ConfigError
+from lowcomm.settings import ConfigError, whole_number
 
 #: The dimension that is sliced, by the end of a parameter's name.
 _DIMENSION: dict[str, dict[str, int]] = {
@@ -239,11 +239,21 @@ def train_slice(model: nn.Module, parts: Sequence[Piece], own: int) -> dict[str,
 
     The model is changed in place: linear layers whose weight is sliced become `SlicedLinear`, in which the parameter
     keeps its name and shape. The model must be on its device already. Raises ConfigError where layers share what is to
-    be sliced, or where it is not the weight of an `nn.Linear`.
+    be sliced, or where it is not the weight of an `nn.Linear`; the model is as it was then.
     """
     trained, names = {}, {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
+    for piece in parts:
+        if piece.whole:
+            continue
+        where, _, leaf = piece.parameter.rpartition(".")
+        if len(same := names[model.get_parameter(piece.parameter)]) > 1:
+            raise ConfigError(f"{' and '.join(same)} are one parameter: what layers share cannot be sliced")
+        if not isinstance(linear := model.get_submodule(where), nn.Linear):
+            raise ConfigError(f"method.sliced: {where} is a {type(linear).__name__}; only nn.Linear can be sliced")
+        if leaf != "weight":
+            raise ConfigError(f"method.sliced: {piece.parameter} is no weight, and is trained whole: end it in .weight")
     for piece in parts:
         parameter = model.get_parameter(piece.parameter)
         if piece.whole:
@@ -252,12 +262,8 @@ def train_slice(model: nn.Module, parts: Sequence[Piece], own: int) -> dict[str,
             if mine:
                 trained[piece.parameter] = parameter
         elif piece.owner == own:
-            if len(same := names[parameter]) > 1:
-                raise ConfigError(f"{' and '.join(same)} are one parameter: what layers share cannot be sliced")
             where = piece.parameter.rpartition(".")[0]
-            if not isinstance(linear := model.get_submodule(where), nn.Linear):
-                raise ConfigError(f"method.sliced: {where} is a {type(linear).__name__}; only nn.Linear can be sliced")
-            layer = SlicedLinear(linear, piece)
+            layer = SlicedLinear(model.get_submodule(where), piece)
             model.set_submodule(where, layer)
             trained[piece.parameter] = layer.active
             if layer.bias is not None:
@@ -275,6 +281,7 @@ def slice_parameters(model: nn.Module, replica: int, sliced: Sequence[str], slic
     device already. Raises ConfigError where a dimension does not divide into the slices, where an entry of `sliced`
     matches nothing, where layers share what is to be sliced, or where that is not the weight of an `nn.Linear`.
     """
+    whole_number("slices", slices, at_least=1)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     return train_slice(model, pieces(shapes, sliced, slices), replica % slices)
 

@@ -30,6 +30,9 @@ class ModelConfig:
     norm_eps: float = 1e-6  # added to the mean square (or variance) under a norm's root
 
     def __post_init__(self) -> None:
+        for name in ("dim", "layers", "heads", "ffn_dim", "vocab_size", "seq_len", "kv_heads", "head_dim"):
+            if not isinstance(getattr(self, name), int):
+                raise ValueError(f"model.{name} must be a whole number, got {getattr(self, name)!r}")
         for name in ("dim", "layers", "heads", "ffn_dim", "vocab_size", "seq_len"):
             if getattr(self, name) < 1:
                 raise ValueError(f"model.{name} must be at least 1, got {getattr(self, name)}")
@@ -40,6 +43,8 @@ class ModelConfig:
             raise ValueError(f"model.embedding_std must be above 0, got {self.embedding_std}")
         if not self.norm_eps > 0:
             raise ValueError(f"model.norm_eps must be above 0, got {self.norm_eps}")
+        if not self.rope_theta > 0:
+            raise ValueError(f"model.rope_theta must be above 0, got {self.rope_theta}")
         if self.head_dim == 0 and self.dim % self.heads:
             raise ValueError(
                 f"model.heads = {self.heads} does not divide model.dim = {self.dim}; set model.head_dim or change one"
