@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import functools
 import math
+import numbers
 import operator
 import reprlib
 import types
@@ -93,7 +94,7 @@ def check_bounds(section: str, values: Any) -> None:
         value = getattr(values, field.name)
         if isinstance(value, float) and not math.isfinite(value):
             raise ConfigError(f"{section}.{field.name}".removeprefix(".") + f" must be finite, got {value}")
-        if field.metadata and (isinstance(value, bool) or not isinstance(value, int | float)):
+        if field.metadata and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
             name = f"{section}.{field.name}".removeprefix(".")
             raise ConfigError(f"{name} must be a number, got {value!r}")
         for rule, bound in field.metadata.items():

@@ -17,6 +17,7 @@ import ipaddress
 import json
 import logging
 import math
+import numbers
 import select
 import socket
 import struct
@@ -523,7 +524,7 @@ class _Attempt:
 def check_place(slot: int, slots: int, quorum: int) -> None:
     """Raise ConfigError where `slot` is not from 0 to `slots` - 1, or `quorum` is not from 1 to `slots`."""
     for name, value in (("slots", slots), ("slot", slot), ("quorum", quorum)):
-        if not isinstance(value, int):
+        if not isinstance(value, numbers.Integral):
             raise ConfigError(f"{name} must be a whole number, got {value!r}")
     if not 0 <= slot < slots or not 1 <= quorum <= slots:
         rule = f"slots count from 0 to {slots - 1}, and a quorum is of 1 to {slots}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from dataclasses import dataclass
 from typing import Literal
 
@@ -31,7 +32,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for name in ("dim", "layers", "heads", "ffn_dim", "vocab_size", "seq_len", "kv_heads", "head_dim"):
-            if not isinstance(getattr(self, name), int):
+            if not isinstance(getattr(self, name), numbers.Integral):
                 raise ValueError(f"model.{name} must be a whole number, got {getattr(self, name)!r}")
         for name in ("dim", "layers", "heads", "ffn_dim", "vocab_size", "seq_len"):
             if getattr(self, name) < 1:

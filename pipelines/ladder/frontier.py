@@ -291,6 +291,7 @@ UNTRAINED = frozenset(
         ("NoLoCo", "outer momentum by points"),
         ("median", "half of the MLPs"),
         ("trimmed mean", "half of the MLPs"),
+        ("clipped", "half of the MLPs"),
     }
 )
 
