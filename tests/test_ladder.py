@@ -562,6 +562,25 @@ def test_a_ladder_that_is_killed_goes_on(number: signal.Signals, small: Ladder) 
     assert len(after) > len(first)
 
 
+def test_workers_that_are_told_to_stop_between_two_points_end(small: Ladder) -> None:
+    class ToldToStop(dict):
+        def __setitem__(self, pipe: object, told: object) -> None:
+            raise workers.Stopped("told to stop")
+
+    assert main(["prepare"], small) == 0
+
+    def one() -> workers.Task:
+        yield small.trial(small.plan.rows["plain"], "a", {"lr": 0.01})
+        return []
+
+    several = workers.Workers(stopping_s=30)
+    several._busy = ToldToStop()
+    with pytest.raises(workers.Stopped), several:
+        several.run([one()])
+    (process,) = several._processes
+    assert process.exitcode in (0, -signal.SIGTERM)  # it was not killed
+
+
 @pytest.mark.parametrize(
     ("run", "method"),
     [

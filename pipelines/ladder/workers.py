@@ -146,6 +146,7 @@ class Workers:
 
     def __init__(self, stopping_s: float = SAVING_S, *, compiled: bool = True) -> None:
         self._stopping_s, self._compiled = stopping_s, compiled
+        self._pipes: list[Connection] = []
         self._idle: list[Connection] = []
         self._busy: dict[Connection, tuple[Task, Point]] = {}
         self._processes: list[BaseProcess] = []
@@ -163,6 +164,7 @@ class Workers:
                 if count == cores():
                     keep_to_core(process.pid, number)
                 theirs.close()
+                self._pipes.append(ours)
                 self._idle.append(ours)
                 self._processes.append(process)
 
@@ -173,13 +175,13 @@ class Workers:
         self._before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        for pipe in self._idle:
+        for pipe in self._pipes:  # all: it may have been told to stop while a worker was between two points
             with contextlib.suppress(OSError):  # a worker that has died
                 pipe.send(None)
-        if self._busy:
+        if self._busy or kind is not None:
             for process in self._processes:
                 if process.is_alive():
                     process.terminate()  # the worker writes a checkpoint
@@ -217,13 +219,14 @@ class Workers:
                 if not self._processes:
                     self._start()
                 pipe = self._idle.pop()
-                pipe.send(point)
                 self._busy[pipe] = (task, point)
+                pipe.send(point)
             for pipe in wait(list(self._busy)) if self._busy else []:
-                task, point = self._busy.pop(pipe)
-                self._idle.append(pipe)  # now, so that it is told of the end where the point has failed
+                task, point = self._busy[pipe]
                 outcome = self._received(pipe, point)
                 self._keep(point, outcome)
+                del self._busy[pipe]
+                self._idle.append(pipe)
                 begun.append((task, outcome))
 
     @staticmethod
