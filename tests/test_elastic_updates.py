@@ -165,7 +165,7 @@ def test_without_faults_it_is_local_updates_bit_for_bit(method: str, replica: Ca
 
 
 def test_a_message_of_fewer_values_than_replicas_is_averaged_too(replica: Callable) -> None:
-    """Of a mean that is reduced in shares some replicas have an empty one."""
+    """A mean that is reduced in shares leaves some replicas with an empty share, which travels all the same."""
 
     class Two(nn.Module):
         def __init__(self) -> None:

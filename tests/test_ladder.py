@@ -148,7 +148,7 @@ def test_a_plan_that_cannot_be_is_refused(change: dict, message: str, tmp_path: 
 
 
 def test_a_line_that_means_nothing_for_a_row_is_refused(small: Ladder) -> None:
-    """Else all its trials would be one run."""
+    """If it were not refused, all trials of the line would be one and the same run."""
     with pytest.raises(ConfigError, match="row plain: gain means nothing without outer steps that have a rate"):
         _ = small.trial(Row("plain", ("lr", "gain")), "a", {"gain": 2.0}).config
 
@@ -684,7 +684,7 @@ def test_points_of_other_values_than_tuning_has_found_are_left_out(small: Ladder
 
 
 def test_headlines_are_of_the_largest_tuned_rung_that_has_them(small: Ladder) -> None:
-    """What a rung has that takes the rates of another stands beside that, and judges where there is nothing else."""
+    """A rung that has the rates of another is shown beside it, and judged only where no tuned rung has the seeds."""
     tuned = {name: {"values": {}, "trials": 0} for name in ("plain", "diloco/m2")}  # the third is yet to be tuned
     small.tuned_file("a").parent.mkdir(parents=True)
     small.tuned_file("a").write_text(json.dumps(tuned))
@@ -705,9 +705,10 @@ def test_headlines_are_of_the_largest_tuned_rung_that_has_them(small: Ladder) ->
     plant("b", "plain")  # a single seed, of one of the two
     assert at_their_best(small, rows, seeds=1)[0] == "a"
     assert not beyond(small, rows, "a", seeds=1)
+    assert list(beyond(small, ["plain"], "a", seeds=1)) == ["b"]  # what compares no other row does not wait for it
     plant("b", "diloco/m2")
     assert at_their_best(small, rows, seeds=1)[0] == "a"  # of which b has the rates
-    assert at_their_best(small, rows, seeds=1, at="b")[0] == "b"
+    assert [at_their_best(small, rows, seeds=1, at=rung)[0] for rung in ("a", "b")] == ["a", "b"]
     assert list(beyond(small, rows, "a", seeds=1)) == ["b"]
     assert not beyond(small, rows, "b", seeds=1)
     told = told_over(small, "diloco/m2", "plain", seeds=1)

@@ -202,7 +202,7 @@ def test_one_message_needs_equal_rates_a_lossless_codec_and_whole_replicas(chang
 
 
 def test_a_run_that_is_closed_early_and_goes_on_keeps_its_pull() -> None:
-    """Slow weights of the next group are fetched after each turn but the last, one that closes the run included."""
+    """A replica fetches the slow weights of its next group after each turn but the last, also where it closed early."""
 
     def work(world: World) -> list[bool]:
         x = nn.Parameter(torch.zeros(4))
