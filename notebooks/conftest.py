@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import fcntl
 import os
+import tempfile
+import uuid
 from collections.abc import Generator
 from pathlib import Path
 
 import nbformat
+import nbval.kernel
 import pytest
+from jupyter_client.manager import KernelManager
 
 from lowcomm.experiment.source import source_digest
 from lowcomm.experiment.train import train_in_threads
@@ -19,11 +23,22 @@ TRAINS, READS = Path(__file__).with_name("20_train.ipynb"), pytest.StashKey[bool
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Give the kernels of this worker a profile of their own, without the reader's settings and a shared history."""
+    """Give the kernels of this worker a profile of their own, without the reader's settings and a shared history.
+
+    Kernels listen at files, not at ports: a port that a process beside takes before the kernel does would leave it
+    alive and silent, and nbval would wait for it until its time is over.
+    """
     profile = BUILD / "ipython" / getattr(config, "workerinput", {}).get("workerid", "main") / "profile_default"
     profile.mkdir(parents=True, exist_ok=True)
     (profile / "ipython_config.py").write_text("get_config().HistoryManager.enabled = False\n")
     os.environ["IPYTHONDIR"] = str(profile.parent)
+    sockets = tempfile.TemporaryDirectory(prefix="nbval")  # not within the checkout: paths of sockets must be short
+    config.add_cleanup(sockets.cleanup)
+
+    def listening_at_files(**of_nbval: object) -> KernelManager:
+        return KernelManager(transport="ipc", ip=f"{sockets.name}/{uuid.uuid4().hex}", **of_nbval)
+
+    nbval.kernel.KernelManager = listening_at_files
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
