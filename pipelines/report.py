@@ -95,6 +95,18 @@ def in_prose(middle: float, low: float, high: float, digits: int = 1) -> str:
     return f"{middle:+.{digits}f}{between} %"
 
 
+def listed(names: Sequence[str]) -> str:
+    """Join names, each of them once, as prose does: "0.12M, 0.33M and 1.05M"."""
+    *some, last = dict.fromkeys(names)
+    return f"{', '.join(some)} and {last}" if some else last
+
+
+def ladder_table(name: str) -> pd.DataFrame:
+    """Return a table of the ladder's page, results/ladder/<name>.csv; an empty one where that is missing."""
+    file = ROOT / "results" / "ladder" / f"{name}.csv"
+    return pd.read_csv(file) if file.exists() else pd.DataFrame()
+
+
 def read_claims(table: Path) -> list[Claim]:
     """Return the claims that a table's stage has written beside it; none where it has written none."""
     path = table.with_suffix(".claims.json")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -17,9 +18,10 @@ import yaml
 from lowcomm.settings import ConfigError
 from pipelines import staleness
 from pipelines.clean import cleaned
-from pipelines.index import BEGIN, END, FAMILIES, family, index, minutes, pages, readme_block, stages, with_blocks
+from pipelines.index import index, pages
 from pipelines.ladder.plan import LADDER, base_of
 from pipelines.project import ROOT, load_params
+from pipelines.readme import BEGIN, END, FAMILIES, family, losses, minutes, readme_block, stages, with_blocks
 from pipelines.report import paper
 from pipelines.run_notebook import check_parameters
 from pipelines.settings import write as write_settings
@@ -232,6 +234,26 @@ def test_readme_and_index_show_the_results() -> None:
     with pytest.raises(ConfigError, match=r"README.md must have '<!-- end of results -->' once, got it 0 times"):
         with_blocks(readme.replace(END, ""))
     assert "All four papers" in readme_block()
+
+
+def test_losses_with_few_seeds_have_no_interval_and_small_sizes_are_not_told() -> None:
+    rows = [
+        ("diloco/m2", "0.12M", 116128, 37.3, 5, 9.9, 8.8, 11.1),
+        ("diloco/m2", "0.33M", 326336, 107.0, 3, 1.25, 0.5, 2.0),
+        ("noloco/m4", "0.33M", 326336, 107.0, 2, 3.0, -1.0, 7.0),
+        ("diloco/m2", "1.05M", 1053952, 343.0, 1, 2.0, math.nan, math.nan),
+        ("honest/mean", "0.33M", 326336, 107.0, 3, 1.0, 0.5, 1.5),
+    ]
+    columns = ["method", "rung", "parameters", "rounds", "seeds", "gap_pct", "low_pct", "high_pct"]
+    told = losses(pd.DataFrame(rows, columns=columns)).set_index("")
+    assert list(told.index) == ["DiLoCo on 2 replicas", "NoLoCo on 4"]
+    small, large = "loss at 0.33M", "loss at 1.05M, with the rates of 0.33M"
+    assert list(told.columns[2:]) == [small, large]
+    assert told.loc["DiLoCo on 2 replicas", small] == "+1.2 (0.5 to 2.0) %"
+    assert told.loc["DiLoCo on 2 replicas", large] == "+2.0 % (1 seed)"
+    assert told.loc["NoLoCo on 4", small] == "+3.0 % (2 seeds)"
+    assert told.loc["NoLoCo on 4", large] == ""
+    assert told.loc["DiLoCo on 2 replicas", "times fewer bytes among replicas"] == "30"
 
 
 def test_links_of_all_pages_lead_somewhere() -> None:
