@@ -423,6 +423,19 @@ def test_commands_of_one_checkout_prepare_one_after_the_other(tmp_path: Path, mo
     assert len(begun) == 2
 
 
+def test_a_row_without_a_probe_is_told_what_makes_one(tmp_path: Path) -> None:
+    ladder = small_ladder(tmp_path, tmp_path / "build", METHODS, TWO_RUNGS)
+    row = ladder.plan.rows["diloco/m4"]
+    with pytest.raises(ConfigError, match=r"no probe .*diloco\.json: python -m pipelines\.ladder prepare"):
+        ladder.probe(row)
+    probes = ladder.build / "probes"
+    probes.mkdir(parents=True)
+    (probes / "diloco.json").write_text('{"m2": "a digest"}')
+    assert ladder.probe(ladder.plan.rows["diloco/m2"]) == "a digest"
+    with pytest.raises(ConfigError, match=r"no probe in .*diloco\.json \(.* prepare\) named 'm4'; did you mean 'm2'"):
+        ladder.probe(row)
+
+
 def test_some_rows_are_tuned_from_what_is_known_of_their_parents(tmp_path: Path) -> None:
     ladder = small_ladder(tmp_path, tmp_path / "build", METHODS, TWO_RUNGS)
 

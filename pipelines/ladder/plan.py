@@ -279,8 +279,8 @@ class Ladder:
         if not file.exists():
             raise ConfigError(f"no probe {file}: python -m pipelines.ladder prepare")
         if (origin := self.origin) and not origin.has_text_of(self):
-            return origin.probes[row.run][row.variant]
-        return json.loads(file.read_text())[row.variant]
+            return pick(origin.probes.get(row.run, {}), row.variant, f"probe of {row.run} where points were trained")
+        return pick(json.loads(file.read_text()), row.variant, f"probe in {file} (python -m pipelines.ladder prepare)")
 
     def corpus(self, name: str, rung: str) -> list[str]:
         """Return the digests of the tokenizer and the shards of a corpus, as it was prepared here.
