@@ -459,13 +459,19 @@ sliced, slices = sys.argv[1].split("+") if sys.argv[1] else [], int(sys.argv[2])
 model = Decoder(config).initialise(0)
 trained = train_slice(model, pieces(parameter_shapes(config), sliced, slices, config.layers), 0)
 optimizer = torch.optim.AdamW(trained.values(), fused=True)
+
+def resident():
+    # Without the pages of libraries, of which the system keeps more or fewer: the peak that it counts has them.
+    with open("/proc/self/status") as status:
+        return next(1024 * int(line.split()[1]) for line in status if line.startswith("RssAnon:"))
+
+peak = 0
 for _ in range(2):
     model.losses(torch.zeros(1, 16, dtype=torch.long), torch.zeros(1, 16, dtype=torch.long))[0].backward()
+    peak = max(peak, resident())
     optimizer.step()
-with open("/proc/self/status") as status:  # ru_maxrss would count the process that this one was forked from
-    kilobytes = {line.split(":")[0]: line.split()[1] for line in status if line.endswith("kB\\n")}
-# Of libraries, more or fewer pages are mapped, as the system has them at hand.
-print((int(kilobytes["VmHWM"]) - int(kilobytes["RssFile"])) * 1024)
+    peak = max(peak, resident())
+print(peak)
 """
 
 
