@@ -173,8 +173,11 @@ def test_what_is_no_model_no_ranks_or_no_method_is_refused_by_one_line() -> None
 
 
 def test_muon_trains_inside_diloco() -> None:
+    torch.manual_seed(0)
+    begun = nn.Sequential(nn.Linear(8, 32, bias=False), nn.Tanh(), nn.Linear(32, 1, bias=False))
+
     def work(world: lowcomm.World) -> tuple[float, float, str]:
-        model = nn.Sequential(nn.Linear(8, 32, bias=False), nn.Tanh(), nn.Linear(32, 1, bias=False))
+        model = copy.deepcopy(begun)
         optimizer = torch.optim.Muon(model.parameters(), lr=0.02)
         sync = lowcomm.DiLoCo(model, world, sync_every_steps=5, outer_lr=0.5, outer_momentum=0.3)
         generator, losses = torch.Generator().manual_seed(world.replica), []
