@@ -160,6 +160,13 @@ def at_their_best(
     raise ConfigError(f"no rung of the ladder has {some} seeds of all of {', '.join(rows.values())}: make ladder")
 
 
+def best_runs(
+    ladder: Ladder, rows: Mapping[Any, str] | Sequence[str], *, seeds: int | Sequence[int] = (3, 2), at: str = ""
+) -> Comparison:
+    """Return the runs of some rows, side by side, at the rung that `at_their_best` finds; the arguments are its own."""
+    return at_their_best(ladder, rows, seeds=seeds, at=at)[1]
+
+
 def beyond(
     ladder: Ladder, rows: Mapping[Any, str] | Sequence[str], rung: str, *, seeds: int | Sequence[int] = (3, 2)
 ) -> dict[str, Comparison]:
@@ -170,7 +177,7 @@ def beyond(
     names, found = list(ladder.plan.rungs), {}
     for name in names[names.index(rung) + 1 :]:
         with contextlib.suppress(ConfigError):
-            found[name] = at_their_best(ladder, rows, seeds=seeds, at=name)[1]
+            found[name] = best_runs(ladder, rows, seeds=seeds, at=name)
     return found
 
 
@@ -213,7 +220,7 @@ def each_at_its_best(
     found = {}
     for rung in (rung for rung in rungs if any(rung in some for some in places.values())):
         here = dict.fromkeys(name for row, base in against.items() if rung in places[row] for name in (base, row))
-        found[rung] = at_their_best(ladder, list(here), seeds=1, at=rung)[1]
+        found[rung] = best_runs(ladder, list(here), seeds=1, at=rung)
     return found
 
 
