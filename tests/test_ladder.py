@@ -32,13 +32,23 @@ from pipelines import launch
 from pipelines.ladder import __main__ as ladder_main
 from pipelines.ladder import workers
 from pipelines.ladder.__main__ import listed, main, prepare
-from pipelines.ladder.fits import at_their_best, beyond, each_at_its_best, gap_rows, read_cells, read_trials, told_over
+from pipelines.ladder.fits import (
+    at_their_best,
+    beyond,
+    each_at_its_best,
+    evidence_at_best,
+    gap_rows,
+    read_cells,
+    read_trials,
+    told_over,
+)
 from pipelines.ladder.headline import read_pairs
 from pipelines.ladder.origin import Origin
 from pipelines.ladder.plan import LADDER, Ladder, Line, Plan, Point, Row, base_of, read_plan, write_whole
 from pipelines.ladder.positions import PARTS, loss_by_position
 from pipelines.ladder.rows import known
 from pipelines.ladder.tune import best_trial, tune, walk_line, walk_row
+from pipelines.report import Comparison
 from tests.conftest import small_run
 from tests.harness import as_if_predicted, clean_environment, small_ladder
 
@@ -738,6 +748,24 @@ def test_headlines_are_of_the_largest_tuned_rung_that_has_them(small: Ladder) ->
         at_their_best(small, rows, seeds=3)
     with pytest.raises(ConfigError, match="no rung of the ladder has 3 or 2 seeds of all of plain, diloco/m4"):
         at_their_best(small, ["plain", "diloco/m4"])
+
+
+def test_a_claim_of_two_rows_waits_for_both(small: Ladder) -> None:
+    """Until a size has two seeds of both, there is no evidence; then it is that of these runs."""
+    small.tuned_file("a").parent.mkdir(parents=True)
+    small.tuned_file("a").write_text(json.dumps({name: {"values": {}, "trials": 0} for name in small.plan.rows}))
+    pair = ("diloco/m2", "plain")
+    for point in small.results_at("a", pair):
+        assert evidence_at_best(small, Comparison.lower, *pair) is None
+        assert told_over(small, *pair).startswith("by an amount that is not known yet")
+        loss = (3.0 + point.seed) * (0.9 if point.row.name == pair[0] else 1.0)
+        told = {"val_loss": loss, "seed": point.seed, "tokens": 100, "parameters": 10, "values": {}}
+        write_whole(point.file, json.dumps(told))
+    found = evidence_at_best(small, Comparison.lower, *pair)
+    assert (found.regime.seeds, found.effect) == (2, pytest.approx(0.1))
+    assert found.p_for < 0.01
+    assert evidence_at_best(small, Comparison.lower, *pair, by=0.2).p_against < 0.01
+    assert told_over(small, *pair).startswith("by -10.00")
 
 
 def test_a_row_is_at_the_largest_rung_that_has_its_seeds_whatever_others_wait_for(small: Ladder) -> None:

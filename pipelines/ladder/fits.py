@@ -17,7 +17,7 @@ import contextlib
 import itertools
 import json
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ from lowcomm.model.presets import PRESETS
 from lowcomm.settings import ConfigError
 from pipelines.ladder.plan import PUBLISHED, Ladder, Rung, base_of, write_whole
 from pipelines.report import Comparison, published, regime_of, span
-from pipelines.verdicts import Likely, Paired, Regime, Unpaired, log_ratios, student
+from pipelines.verdicts import Evidence, Likely, Paired, Regime, Unpaired, log_ratios, student
 
 #: Exponents of the law of loss: the likely one, as in published fits, and the highest; the lowest leaves no floor.
 LIKELY, HIGHEST = 0.34, 0.6
@@ -181,13 +181,34 @@ def beyond(
     return found
 
 
+def evidence_at_best(
+    ladder: Ladder, test: Callable[..., Evidence], one: str, other: str, **margin: float
+) -> Evidence | None:
+    """Return what a test of two rows says where both are at their best; None where no rung has enough seeds of both.
+
+    Args:
+        ladder: whose points are read.
+        test: `Comparison.lower`, `Comparison.no_worse` or `Comparison.equal`.
+        one: the row that is lower, no worse or equal.
+        other: the row that it is held against.
+        margin: the test's `by` or `margin`, where it is not the usual one.
+    """
+    try:
+        return test(best_runs(ladder, (one, other)), one, other, **margin)
+    except ConfigError:
+        return None
+
+
 def told_over(ladder: Ladder, one: str, other: str, *, seeds: int | Sequence[int] = (3, 2)) -> str:
     """Say what a row loses over another where both are at their best, and at the sizes beyond.
 
     It is as in "by +3.66 (0.75 to 6.64) % at 0.33M (5 seeds) and by +2.54 (-4.29 to 9.87) % at 1.05M, with the rates of
-    0.33M (3 seeds)". `seeds` is as in `at_their_best`. Raises ConfigError where no rung has both.
+    0.33M (3 seeds)", and says so where no rung has enough seeds of both. `seeds` is as in `at_their_best`.
     """
-    rung, best = at_their_best(ladder, (one, other), seeds=seeds)
+    try:
+        rung, best = at_their_best(ladder, (one, other), seeds=seeds)
+    except ConfigError:
+        return "by an amount that is not known yet (no size has enough seeds of both)"
     places = {rung: best} | beyond(ladder, (one, other), rung, seeds=seeds)
     return " and ".join(
         f"by {c.over(one, other, 2)} at {ladder.plan.rungs[name].called} ({c.told_seeds(one, other)})"
