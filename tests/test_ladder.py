@@ -507,6 +507,9 @@ def test_points_are_those_of_plain_runs_and_none_is_done_again(small: Ladder, ca
     assert (probes / "diloco.json").read_text() == before  # those of other rows may be in use
     shutil.rmtree(probes)
     prepare(small, headline=True)
+    assert not (probes / "diloco.json").exists()  # the points are of this code: their digests are known
+    dataclasses.replace(small.origin, source="").write(small.results)
+    prepare(small, headline=True)
     assert list(json.loads((probes / "diloco.json").read_text())) == ["m2"]  # no others than it needs
     told = json.loads((small.build / "headline-made-from.json").read_text())
     assert [pair.point.title for pair in read_pairs(small, again)] == ["plain at a, seed 0", "diloco/m2 at a, seed 0"]
@@ -662,6 +665,33 @@ def test_points_of_another_corpus_are_shown_and_not_added_to(small: Ladder, caps
         file.unlink()
     assert main(["tune", "a"], again) == 0
     assert again.origin == Origin.here(again) != Origin.here(small)
+
+
+def test_points_of_this_code_are_done_on_a_machine_that_rounds_otherwise(
+    small: Ladder, capsys: pytest.CaptureFixture
+) -> None:
+    """Its own probes have other digests, which count where the code is another; it is said whose points are stale."""
+    assert main(["tune", "a", "plain"], small) == 0
+    origin, elsewhere = small.origin, small.build.parent / "elsewhere"
+    assert origin.is_of_this_code
+    digests = {"plain": {"": "of another processor"}, "diloco": origin.probes["diloco"]}
+    dataclasses.replace(origin, probes=digests).write(small.results)
+    for file in (small.results / "tuning" / "a" / "plain").iterdir():
+        told = json.loads(file.read_text())
+        point = small.trial(small.plan.rows["plain"], "a", told["values"])
+        file.write_text(json.dumps(told | {"made_from": point.made_from()}))
+    before, again = outcomes(small), Ladder(small.folder, elsewhere, small.results)
+    assert main(["tune", "a", "plain"], again) == 0
+    assert outcomes(again) == before
+    assert again.origin.probes == digests  # and none was trained
+    assert not list((elsewhere / "probes").glob("*.json"))
+
+    dataclasses.replace(again.origin, source="of other code").write(small.results)
+    prepare(again)
+    told = capsys.readouterr().out
+    assert "other probes than those of the points, which count as not done: plain\n" in told
+    assert again.origin == Origin.here(again) == origin
+    assert point.read() is None
 
 
 def test_a_point_that_is_done_when_another_fails_is_kept(small: Ladder) -> None:
