@@ -276,8 +276,8 @@ def each(shown: Mapping[int, bool]) -> Evidence:
     return Evidence(float(not all(shown.values())), float(any(shown.values())))
 
 
-def together(*parts: Evidence) -> Evidence:
-    """Return evidence that all parts hold.
+def together(*parts: Evidence | None) -> Evidence | None:
+    """Return evidence that all parts hold; None where one of them is None, as nothing was run for it.
 
     Evidence for it is the weakest of the parts', and evidence against it the strongest, corrected for their number.
     Both are NaN where those of a part are, as of one seed. The regime is the least of the parts', and the effect the
@@ -285,14 +285,17 @@ def together(*parts: Evidence) -> Evidence:
     """
     if not parts:
         raise ValueError("nothing to judge together")
-    regimes = [part.regime for part in parts if part.regime is not None]
+    there = [part for part in parts if part is not None]
+    if len(there) < len(parts):
+        return None
+    regimes = [part.regime for part in there if part.regime is not None]
     regime = functools.reduce(Regime.least, regimes) if regimes else None
-    effects = [part.effect for part in parts if part.effect is not None]
-    effect = statistics.mean(effects) if len(effects) == len(parts) else None
-    if any(math.isnan(part.p_for) for part in parts):
+    effects = [part.effect for part in there if part.effect is not None]
+    effect = statistics.mean(effects) if len(effects) == len(there) else None
+    if any(math.isnan(part.p_for) for part in there):
         return Evidence(math.nan, math.nan, effect, regime)
-    against = min(1.0, len(parts) * min(part.p_against for part in parts))
-    return Evidence(max(part.p_for for part in parts), against, effect, regime)
+    against = min(1.0, len(there) * min(part.p_against for part in there))
+    return Evidence(max(part.p_for for part in there), against, effect, regime)
 
 
 def _twice(p: float) -> float:

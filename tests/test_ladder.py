@@ -32,13 +32,23 @@ from pipelines import launch
 from pipelines.ladder import __main__ as ladder_main
 from pipelines.ladder import workers
 from pipelines.ladder.__main__ import listed, main, prepare
-from pipelines.ladder.fits import at_their_best, beyond, each_at_its_best, gap_rows, read_cells, read_trials, told_over
+from pipelines.ladder.fits import (
+    at_their_best,
+    beyond,
+    each_at_its_best,
+    evidence_at_best,
+    gap_rows,
+    read_cells,
+    read_trials,
+    told_over,
+)
 from pipelines.ladder.headline import read_pairs
 from pipelines.ladder.origin import Origin
 from pipelines.ladder.plan import LADDER, Ladder, Line, Plan, Point, Row, base_of, read_plan, write_whole
 from pipelines.ladder.positions import PARTS, loss_by_position
 from pipelines.ladder.rows import known
 from pipelines.ladder.tune import best_trial, tune, walk_line, walk_row
+from pipelines.report import Comparison
 from tests.conftest import small_run
 from tests.harness import as_if_predicted, clean_environment, small_ladder
 
@@ -497,6 +507,9 @@ def test_points_are_those_of_plain_runs_and_none_is_done_again(small: Ladder, ca
     assert (probes / "diloco.json").read_text() == before  # those of other rows may be in use
     shutil.rmtree(probes)
     prepare(small, headline=True)
+    assert not (probes / "diloco.json").exists()  # the points are of this code: their digests are known
+    dataclasses.replace(small.origin, source="").write(small.results)
+    prepare(small, headline=True)
     assert list(json.loads((probes / "diloco.json").read_text())) == ["m2"]  # no others than it needs
     told = json.loads((small.build / "headline-made-from.json").read_text())
     assert [pair.point.title for pair in read_pairs(small, again)] == ["plain at a, seed 0", "diloco/m2 at a, seed 0"]
@@ -654,6 +667,33 @@ def test_points_of_another_corpus_are_shown_and_not_added_to(small: Ladder, caps
     assert again.origin == Origin.here(again) != Origin.here(small)
 
 
+def test_points_of_this_code_are_done_on_a_machine_that_rounds_otherwise(
+    small: Ladder, capsys: pytest.CaptureFixture
+) -> None:
+    """Its own probes have other digests, which count where the code is another; it is said whose points are stale."""
+    assert main(["tune", "a", "plain"], small) == 0
+    origin, elsewhere = small.origin, small.build.parent / "elsewhere"
+    assert origin.is_of_this_code
+    digests = {"plain": {"": "of another processor"}, "diloco": origin.probes["diloco"]}
+    dataclasses.replace(origin, probes=digests).write(small.results)
+    for file in (small.results / "tuning" / "a" / "plain").iterdir():
+        told = json.loads(file.read_text())
+        point = small.trial(small.plan.rows["plain"], "a", told["values"])
+        file.write_text(json.dumps(told | {"made_from": point.made_from()}))
+    before, again = outcomes(small), Ladder(small.folder, elsewhere, small.results)
+    assert main(["tune", "a", "plain"], again) == 0
+    assert outcomes(again) == before
+    assert again.origin.probes == digests  # and none was trained
+    assert not list((elsewhere / "probes").glob("*.json"))
+
+    dataclasses.replace(again.origin, source="of other code").write(small.results)
+    prepare(again)
+    told = capsys.readouterr().out
+    assert "other probes than those of the points, which count as not done: plain\n" in told
+    assert again.origin == Origin.here(again) == origin
+    assert point.read() is None
+
+
 def test_a_point_that_is_done_when_another_fails_is_kept(small: Ladder) -> None:
     """Its worker waits for the next one by then, and ends too."""
     assert main(["prepare"], small) == 0
@@ -738,6 +778,24 @@ def test_headlines_are_of_the_largest_tuned_rung_that_has_them(small: Ladder) ->
         at_their_best(small, rows, seeds=3)
     with pytest.raises(ConfigError, match="no rung of the ladder has 3 or 2 seeds of all of plain, diloco/m4"):
         at_their_best(small, ["plain", "diloco/m4"])
+
+
+def test_a_claim_of_two_rows_waits_for_both(small: Ladder) -> None:
+    """Until a size has two seeds of both, there is no evidence; then it is that of these runs."""
+    small.tuned_file("a").parent.mkdir(parents=True)
+    small.tuned_file("a").write_text(json.dumps({name: {"values": {}, "trials": 0} for name in small.plan.rows}))
+    pair = ("diloco/m2", "plain")
+    for point in small.results_at("a", pair):
+        assert evidence_at_best(small, Comparison.lower, *pair) is None
+        assert told_over(small, *pair).startswith("by an amount that is not known yet")
+        loss = (3.0 + point.seed) * (0.9 if point.row.name == pair[0] else 1.0)
+        told = {"val_loss": loss, "seed": point.seed, "tokens": 100, "parameters": 10, "values": {}}
+        write_whole(point.file, json.dumps(told))
+    found = evidence_at_best(small, Comparison.lower, *pair)
+    assert (found.regime.seeds, found.effect) == (2, pytest.approx(0.1))
+    assert found.p_for < 0.01
+    assert evidence_at_best(small, Comparison.lower, *pair, by=0.2).p_against < 0.01
+    assert told_over(small, *pair).startswith("by -10.00")
 
 
 def test_a_row_is_at_the_largest_rung_that_has_its_seeds_whatever_others_wait_for(small: Ladder) -> None:

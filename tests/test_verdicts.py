@@ -135,6 +135,7 @@ def test_nothing_is_judged_outside_the_regime() -> None:
     )
     assert outcome(clear, apart="one rank") == "Outside this regime (one rank)"
     assert outcome(None) == "Outside this regime (nothing was run for it)"
+    assert together(clear, None) is None
     others = [Claim("so", "it is", clear, apart="one rank")] * 50
     assert judge([Claim("so", "it is", Evidence(0.04, 0.96)), *others])[0] == BORNE_OUT
 

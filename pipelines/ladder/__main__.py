@@ -36,7 +36,8 @@ from pipelines.project import load_params, record_seconds
 def prepare(ladder: Ladder, *, headline: bool = False) -> None:
     """Prepare the corpora and train the probes, as far as that has not been done; other commands of a checkout wait.
 
-    headline: train the probes of the headline's rows alone, and write what its points are made from into
+    Where points in git are of this code, on whatever machine, only the probes of rows that are new are trained
+    (`origin`). headline: train the probes of the headline's rows alone, and write what its points are made from into
     headline-made-from.json of the build folder.
     """
     ladder.build.mkdir(parents=True, exist_ok=True)
@@ -49,7 +50,12 @@ def _prepare(ladder: Ladder, headline: bool) -> None:
     from lowcomm.experiment.data import prepared  # with the tokenizer, which training does without
 
     points = headline_points(ladder) if headline else []
-    write_digests(ladder.project, {(point.row.run, point.row.variant) for point in points} or None)
+    wanted = {(point.row.run, point.row.variant) for point in points} or None
+    if (origin := ladder.origin) and origin.is_of_this_code:  # those that it has need not be trained here
+        runs = [ladder.project.run_points(run, scale=SCALE, params=ladder.params) for run in ladder.params["runs"]]
+        wanted = wanted or {(config.name, config.variant) for some in runs for config in some}
+        wanted = {(run, variant) for run, variant in wanted if origin.probe(run, variant) is None}
+    write_digests(ladder.project, wanted)
     for corpus in ladder.params["corpora"]:
         prepared(ladder.project, corpus, ladder.first_rung)
     link_rungs(ladder)

@@ -17,7 +17,7 @@ import contextlib
 import itertools
 import json
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ from lowcomm.model.presets import PRESETS
 from lowcomm.settings import ConfigError
 from pipelines.ladder.plan import PUBLISHED, Ladder, Rung, base_of, write_whole
 from pipelines.report import Comparison, published, regime_of, span
-from pipelines.verdicts import Likely, Paired, Regime, Unpaired, log_ratios, student
+from pipelines.verdicts import Evidence, Likely, Paired, Regime, Unpaired, log_ratios, student
 
 #: Exponents of the law of loss: the likely one, as in published fits, and the highest; the lowest leaves no floor.
 LIKELY, HIGHEST = 0.34, 0.6
@@ -160,6 +160,13 @@ def at_their_best(
     raise ConfigError(f"no rung of the ladder has {some} seeds of all of {', '.join(rows.values())}: make ladder")
 
 
+def best_runs(
+    ladder: Ladder, rows: Mapping[Any, str] | Sequence[str], *, seeds: int | Sequence[int] = (3, 2), at: str = ""
+) -> Comparison:
+    """Return the runs of some rows, side by side, at the rung that `at_their_best` finds; the arguments are its own."""
+    return at_their_best(ladder, rows, seeds=seeds, at=at)[1]
+
+
 def beyond(
     ladder: Ladder, rows: Mapping[Any, str] | Sequence[str], rung: str, *, seeds: int | Sequence[int] = (3, 2)
 ) -> dict[str, Comparison]:
@@ -170,17 +177,38 @@ def beyond(
     names, found = list(ladder.plan.rungs), {}
     for name in names[names.index(rung) + 1 :]:
         with contextlib.suppress(ConfigError):
-            found[name] = at_their_best(ladder, rows, seeds=seeds, at=name)[1]
+            found[name] = best_runs(ladder, rows, seeds=seeds, at=name)
     return found
+
+
+def evidence_at_best(
+    ladder: Ladder, test: Callable[..., Evidence], one: str, other: str, **margin: float
+) -> Evidence | None:
+    """Return what a test of two rows says where both are at their best; None where no rung has enough seeds of both.
+
+    Args:
+        ladder: whose points are read.
+        test: `Comparison.lower`, `Comparison.no_worse` or `Comparison.equal`.
+        one: the row that is lower, no worse or equal.
+        other: the row that it is held against.
+        margin: the test's `by` or `margin`, where it is not the usual one.
+    """
+    try:
+        return test(best_runs(ladder, (one, other)), one, other, **margin)
+    except ConfigError:
+        return None
 
 
 def told_over(ladder: Ladder, one: str, other: str, *, seeds: int | Sequence[int] = (3, 2)) -> str:
     """Say what a row loses over another where both are at their best, and at the sizes beyond.
 
     It is as in "by +3.66 (0.75 to 6.64) % at 0.33M (5 seeds) and by +2.54 (-4.29 to 9.87) % at 1.05M, with the rates of
-    0.33M (3 seeds)". `seeds` is as in `at_their_best`. Raises ConfigError where no rung has both.
+    0.33M (3 seeds)", and says so where no rung has enough seeds of both. `seeds` is as in `at_their_best`.
     """
-    rung, best = at_their_best(ladder, (one, other), seeds=seeds)
+    try:
+        rung, best = at_their_best(ladder, (one, other), seeds=seeds)
+    except ConfigError:
+        return "by an amount that is not known yet (no size has enough seeds of both)"
     places = {rung: best} | beyond(ladder, (one, other), rung, seeds=seeds)
     return " and ".join(
         f"by {c.over(one, other, 2)} at {ladder.plan.rungs[name].called} ({c.told_seeds(one, other)})"
@@ -213,7 +241,7 @@ def each_at_its_best(
     found = {}
     for rung in (rung for rung in rungs if any(rung in some for some in places.values())):
         here = dict.fromkeys(name for row, base in against.items() if rung in places[row] for name in (base, row))
-        found[rung] = at_their_best(ladder, list(here), seeds=1, at=rung)[1]
+        found[rung] = best_runs(ladder, list(here), seeds=1, at=rung)
     return found
 
 

@@ -3,6 +3,10 @@
 The ladder's text is Python source, of the standard library and of pinned packages. Another release of Python has
 another standard library, and so another text, whose points would not be pairs with those in git. With such a release
 the points are shown as they are, and none is added.
+
+Probes tell whether a change of the code changes what a row computes. Where the code is that of the origin there is
+nothing to tell, and the origin's digests are taken as they are: a machine on which points are added needs no probes of
+those rows, and one whose processor rounds otherwise does not train anew what is done.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import platform
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from lowcomm.experiment.source import source_digest
 from lowcomm.settings import ConfigError
 from pipelines.probes import SCALE
 
@@ -27,13 +32,15 @@ class Origin:
     """The release of Python, the corpora and the probes that points were made with; it is kept beside them.
 
     python: the release. corpora: the digests of the tokenizer and the shards of each corpus. smoke: the same of the
-    text that probes are trained on. probes: the digests of the variants of each run.
+    text that probes are trained on. probes: the digests of the variants of each run. source: the digest of the code
+    that trained them (`source_digest`); "" where that is not known.
     """
 
     python: str
     corpora: dict[str, list[str]]
     smoke: dict[str, list[str]]
     probes: dict[str, dict[str, str]]
+    source: str = ""
 
     @classmethod
     def here(cls, ladder: Ladder) -> Origin:
@@ -48,6 +55,7 @@ class Origin:
             {name: ladder.corpus(name, ladder.first_rung) for name in corpora},
             {name: ladder.corpus(name, SCALE) for name in corpora},
             {run: json.loads(path.read_text()) for run, path in files.items()},
+            source_digest(),
         )
 
     @classmethod
@@ -60,6 +68,15 @@ class Origin:
         """Write the origin beside the points of a results folder, as origin.json."""
         results.mkdir(parents=True, exist_ok=True)
         (results / "origin.json").write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+
+    def probe(self, run: str, variant: str) -> str | None:
+        """Return the digest of a run's variant; None where the origin has none."""
+        return self.probes.get(run, {}).get(variant)
+
+    @property
+    def is_of_this_code(self) -> bool:
+        """Tell whether its probes were trained by the code as it is here."""
+        return self.source == source_digest()
 
     def has_text_of(self, ladder: Ladder) -> bool:
         """Tell whether probes are trained on the same text here, so that their digests can be compared."""
@@ -76,7 +93,22 @@ class Origin:
 
 
 def keep_origin(ladder: Ladder) -> None:
-    """Write down what points are made with here, unless the points that are there are of another text."""
+    """Write down what points are made with here, unless the points that are there are of another text.
+
+    Where the code is that of the origin, its digests stay, and those of rows that are new are added. Else the digests
+    are those of the probes here, and it is said which of the origin's differ from them.
+    """
     kept, here = ladder.origin, Origin.here(ladder)
-    if kept != here and (kept is None or (kept.corpora, kept.smoke) == (here.corpora, here.smoke)):
+    if kept is not None and (kept.corpora, kept.smoke) != (here.corpora, here.smoke):
+        return
+    if kept is not None and kept.is_of_this_code:
+        runs = {**here.probes, **kept.probes}
+        probes = {run: here.probes.get(run, {}) | kept.probes.get(run, {}) for run in runs}
+        here = dataclasses.replace(here, probes=probes)
+    elif kept is not None:
+        known = ((run, variant) for run, variants in kept.probes.items() for variant in variants)
+        changed = ["/".join(filter(None, key)) for key in known if here.probe(*key) not in (None, kept.probe(*key))]
+        if changed:
+            print(f"other probes than those of the points, which count as not done: {', '.join(changed)}", flush=True)
+    if kept != here:
         here.write(ladder.results)
