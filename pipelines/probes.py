@@ -24,7 +24,7 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -129,14 +129,26 @@ def train_all(project: Project = PROJECT, wanted: Wanted | None = None) -> list[
     return configs
 
 
-def write_digests(project: Project = PROJECT, wanted: Wanted | None = None) -> None:
+def write_digests(
+    project: Project = PROJECT, wanted: Wanted | None = None, known: Mapping[tuple[str, str], str] | None = None
+) -> None:
     """Train the probes that are not trained yet, and write all digests into `probes` of the project's build folder.
 
     What is there is removed first, but for digests of this code where only some runs are `wanted`: those of others may
-    be in use. wanted: the runs whose probes are trained and written, by default all.
+    be in use.
+
+    Args:
+        project: whose runs, and whose build folder.
+        wanted: the runs whose digests are written, by default all.
+        known: digests that are known, by run and variant: their probes are not trained.
     """
-    folder, found, source = project.build / "probes", {}, project.build / "probes.source"
-    for config in train_all(project, wanted):
+    folder, found, source, params = project.build / "probes", {}, project.build / "probes.source", project.load_params()
+    points = (point for run in params["runs"] for point in project.run_points(run, scale=SCALE, params=params))
+    asked = {(point.name, point.variant) for point in points if wanted is None or (point.name, point.variant) in wanted}
+    known = {name: digest for name, digest in (known or {}).items() if name in asked}
+    for (run, variant), digest in known.items():
+        found.setdefault(run, {})[variant] = digest
+    for config in train_all(project, asked - known.keys()):
         found.setdefault(config.name, {})[config.variant] = run_digest(folder_of(config, project))
     if wanted is None or not source.exists() or source.read_text() != source_digest():
         shutil.rmtree(folder, ignore_errors=True)
@@ -144,9 +156,9 @@ def write_digests(project: Project = PROJECT, wanted: Wanted | None = None) -> N
     source.write_text(source_digest())
     for run, digests in found.items():
         file = folder / f"{run}.json"
-        known = json.loads(file.read_text()) if file.exists() else {}
-        file.write_text(json.dumps(known | digests, indent=1) + "\n")
-    for corpus in project.load_params()["corpora"]:
+        there = json.loads(file.read_text()) if file.exists() else {}
+        file.write_text(json.dumps(there | digests, indent=1) + "\n")
+    for corpus in params["corpora"]:
         told = {"digest": corpus_digest(project.data_dir(corpus, SCALE))}
         (folder / "corpora" / f"{corpus}.json").write_text(json.dumps(told) + "\n")
 

@@ -51,11 +51,8 @@ def _prepare(ladder: Ladder, headline: bool) -> None:
 
     points = headline_points(ladder) if headline else []
     wanted = {(point.row.run, point.row.variant) for point in points} or None
-    if (origin := ladder.origin) and origin.is_of_this_code:  # those that it has need not be trained here
-        runs = [ladder.project.run_points(run, scale=SCALE, params=ladder.params) for run in ladder.params["runs"]]
-        wanted = wanted or {(config.name, config.variant) for some in runs for config in some}
-        wanted = {(run, variant) for run, variant in wanted if origin.probe(run, variant) is None}
-    write_digests(ladder.project, wanted)
+    origin = ladder.origin
+    write_digests(ladder.project, wanted, origin.digests if origin and origin.is_of_this_code else {})
     for corpus in ladder.params["corpora"]:
         prepared(ladder.project, corpus, ladder.first_rung)
     link_rungs(ladder)

@@ -69,9 +69,10 @@ class Origin:
         results.mkdir(parents=True, exist_ok=True)
         (results / "origin.json").write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
 
-    def probe(self, run: str, variant: str) -> str | None:
-        """Return the digest of a run's variant; None where the origin has none."""
-        return self.probes.get(run, {}).get(variant)
+    @property
+    def digests(self) -> dict[tuple[str, str], str]:
+        """The digest of each probe, by the names of the run and of its variant."""
+        return {(run, variant): digest for run, some in self.probes.items() for variant, digest in some.items()}
 
     @property
     def is_of_this_code(self) -> bool:
@@ -95,20 +96,14 @@ class Origin:
 def keep_origin(ladder: Ladder) -> None:
     """Write down what points are made with here, unless the points that are there are of another text.
 
-    Where the code is that of the origin, its digests stay, and those of rows that are new are added. Else the digests
-    are those of the probes here, and it is said which of the origin's differ from them.
+    Where probes differ from those of the origin, it is said which.
     """
     kept, here = ladder.origin, Origin.here(ladder)
     if kept is not None and (kept.corpora, kept.smoke) != (here.corpora, here.smoke):
         return
-    if kept is not None and kept.is_of_this_code:
-        runs = {**here.probes, **kept.probes}
-        probes = {run: here.probes.get(run, {}) | kept.probes.get(run, {}) for run in runs}
-        here = dataclasses.replace(here, probes=probes)
-    elif kept is not None:
-        known = ((run, variant) for run, variants in kept.probes.items() for variant in variants)
-        changed = ["/".join(filter(None, key)) for key in known if here.probe(*key) not in (None, kept.probe(*key))]
-        if changed:
-            print(f"other probes than those of the points, which count as not done: {', '.join(changed)}", flush=True)
+    before = kept.digests if kept else {}
+    changed = ["/".join(filter(None, key)) for key, digest in here.digests.items() if before.get(key, digest) != digest]
+    if changed:
+        print(f"other probes than those of the points, which count as not done: {', '.join(changed)}", flush=True)
     if kept != here:
         here.write(ladder.results)

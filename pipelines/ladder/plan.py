@@ -273,14 +273,12 @@ class Ladder:
     def probe(self, row: Row) -> str:
         """Return the digest of a row's run at smoke scale. Raises ConfigError where it has not been trained.
 
-        It is that of the origin of the points where the code is the origin's, or the text here is another (`origin`).
+        Where probes here are trained on another text than those of the points, it is the digest of the latter.
         """
-        if (origin := self.origin) and origin.is_of_this_code and (digest := origin.probe(row.run, row.variant)):
-            return digest
         file = self.build / "probes" / f"{row.run}.json"
         if not file.exists():
             raise ConfigError(f"no probe {file}: python -m pipelines.ladder prepare")
-        if origin and not origin.has_text_of(self):
+        if (origin := self.origin) and not origin.has_text_of(self):
             return pick(origin.probes.get(row.run, {}), row.variant, f"probe of {row.run} where points were trained")
         return pick(json.loads(file.read_text()), row.variant, f"probe in {file} (python -m pipelines.ladder prepare)")
 
