@@ -794,6 +794,10 @@ def test_a_claim_of_two_rows_waits_for_both(small: Ladder) -> None:
     assert found.p_for < 0.01
     assert evidence_at_best(small, Comparison.lower, *pair, by=0.2).p_against < 0.01
     assert told_over(small, *pair).startswith("by -10.00")
+    with pytest.raises(ConfigError, match="no row of the ladder named 'diloco/m3'"):  # which nobody waits for
+        evidence_at_best(small, Comparison.lower, "diloco/m3", "plain")
+    with pytest.raises(ConfigError, match="diloco/m3"):
+        told_over(small, "diloco/m3", "plain")
 
 
 def test_a_row_is_at_the_largest_rung_that_has_its_seeds_whatever_others_wait_for(small: Ladder) -> None:

@@ -25,6 +25,7 @@ import numpy as np
 import yaml
 from numpy.typing import ArrayLike
 
+from lowcomm.experiment.project import pick
 from lowcomm.model.accounting import parameters
 from lowcomm.model.presets import PRESETS
 from lowcomm.settings import ConfigError
@@ -55,6 +56,10 @@ MAIN_ROWS = {
 }
 #: The fewest pairs of a line that is drawn with its band: the band of fewer would fill a figure.
 BAND_PAIRS = 6
+
+
+class TooFewSeeds(ConfigError):
+    """Raised where no rung of the ladder has enough seeds of some rows yet."""
 
 
 @dataclass(frozen=True)
@@ -144,9 +149,11 @@ def at_their_best(
         at: the only rung to look at, tuned or not; by default all.
 
     Raises:
-        ConfigError: no rung has them.
+        ConfigError: the plan has no such row; or no rung has the seeds (`TooFewSeeds`).
     """
     rows = dict(rows) if isinstance(rows, Mapping) else {row: row for row in rows}
+    for row in rows.values():
+        pick(ladder.plan.rows, row, "row of the ladder")
     rungs = [ladder.plan.rungs[at]] if at else list(reversed(ladder.plan.rungs.values()))
     rungs.sort(key=lambda rung: rung.tuned_at != rung.name)
     tries = [seeds] if isinstance(seeds, int) else list(seeds)
@@ -157,7 +164,7 @@ def at_their_best(
             if len(common) >= least:
                 return name, Comparison({key: runs[row] for key, row in rows.items()})
     some = " or ".join(map(str, tries))
-    raise ConfigError(f"no rung of the ladder has {some} seeds of all of {', '.join(rows.values())}: make ladder")
+    raise TooFewSeeds(f"no rung of the ladder has {some} seeds of all of {', '.join(rows.values())}: make ladder")
 
 
 def best_runs(
@@ -176,7 +183,7 @@ def beyond(
     """
     names, found = list(ladder.plan.rungs), {}
     for name in names[names.index(rung) + 1 :]:
-        with contextlib.suppress(ConfigError):
+        with contextlib.suppress(TooFewSeeds):
             found[name] = best_runs(ladder, rows, seeds=seeds, at=name)
     return found
 
@@ -195,7 +202,7 @@ def evidence_at_best(
     """
     try:
         return test(best_runs(ladder, (one, other)), one, other, **margin)
-    except ConfigError:
+    except TooFewSeeds:
         return None
 
 
@@ -207,7 +214,7 @@ def told_over(ladder: Ladder, one: str, other: str, *, seeds: int | Sequence[int
     """
     try:
         rung, best = at_their_best(ladder, (one, other), seeds=seeds)
-    except ConfigError:
+    except TooFewSeeds:
         return "by an amount that is not known yet (no size has enough seeds of both)"
     places = {rung: best} | beyond(ladder, (one, other), rung, seeds=seeds)
     return " and ".join(
