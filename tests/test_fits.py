@@ -30,7 +30,7 @@ from pipelines.ladder.fits import (
 )
 from pipelines.ladder.margins import judged_margins
 from pipelines.ladder.penalties import COMPOSED, composed_rows
-from pipelines.ladder.plan import LADDER, PUBLISHED, Ladder
+from pipelines.ladder.plan import LADDER, PUBLISHED, Ladder, write_whole
 from pipelines.ladder.positions import PARTS, read_positions
 from pipelines.verdicts import BORNE_OUT, NOT_BORNE_OUT, NOT_RESOLVED, OUTSIDE, Paired, quantile
 from tests.harness import small_ladder
@@ -310,7 +310,8 @@ def three_rungs(tmp_path: Path) -> Ladder:
 
 
 def plant(ladder: Ladder, rung: str, gap: float) -> None:
-    """Write points of both rows, averaging's being worse by a gap, give or take."""
+    """Write points of both rows, averaging's being worse by a gap, give or take, and what tuning has found."""
+    write_whole(ladder.tuned_file("a"), json.dumps({"data_parallel/batch": {"values": {}, "trials": 1}}))
     for row, factor in (("data_parallel/batch", 1.0), ("averaging", math.exp(gap))):
         folder = ladder.results / "points" / rung / row
         folder.mkdir(parents=True)

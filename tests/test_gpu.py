@@ -67,7 +67,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("packed")
     ladder = small_ladder(folder, tmp_path_factory.mktemp("build") / "ladder", METHODS, PLAN)
     ladder.tuned_file("a").parent.mkdir(parents=True)
-    found = {name: {"values": {"lr": 0.01}, "trials": 0} for name in ("data_parallel/batch", "diloco/m2")}
+    found = {name: {"values": {"lr": 0.01}, "trials": 1} for name in ("data_parallel/batch", "diloco/m2")}
     ladder.tuned_file("a").write_text(json.dumps(found))
     as_if_predicted(ladder)
     assert gpu.main(["pack"], ladder, folder / "ladder.tar.xz", folder / "gpu") == 1  # there is nothing to pack yet

@@ -17,8 +17,8 @@ continues.
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
+import os
 import sys
 import time
 from collections.abc import Collection
@@ -26,7 +26,7 @@ from collections.abc import Collection
 from lowcomm.settings import ConfigError
 from pipelines.ladder.headline import headline_points, retrain
 from pipelines.ladder.origin import keep_origin
-from pipelines.ladder.plan import LADDER, PUBLISHED, Ladder, Row, Rung
+from pipelines.ladder.plan import LADDER, PUBLISHED, Ladder, Row, Rung, locked
 from pipelines.ladder.tune import tune
 from pipelines.ladder.workers import Workers, one_by_one
 from pipelines.probes import SCALE, write_digests
@@ -40,9 +40,7 @@ def prepare(ladder: Ladder, *, headline: bool = False) -> None:
     (`origin`). headline: train the probes of the headline's rows alone, and write what its points are made from into
     headline-made-from.json of the build folder.
     """
-    ladder.build.mkdir(parents=True, exist_ok=True)
-    with (ladder.build / "prepare.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed, or its process is gone
+    with locked(ladder.build / "prepare.lock"):
         _prepare(ladder, headline)
 
 
@@ -66,7 +64,8 @@ def _prepare(ladder: Ladder, headline: bool) -> None:
 def link_rungs(ladder: Ladder) -> None:
     """Link the corpora of all rungs to those of the first, whose shards all of them read.
 
-    Raises ConfigError where the settings of their corpora differ.
+    A link is relative, so that the folder may be moved or copied as a whole. Raises ConfigError where the settings of
+    their corpora differ, or where a folder stands in the place of a link.
     """
     for corpus in ladder.params["corpora"]:
         first, others = ladder.first_rung, ladder.params["scales"].keys() - {SCALE, ladder.first_rung}
@@ -76,8 +75,13 @@ def link_rungs(ladder: Ladder) -> None:
                 raise ConfigError(f"scales.{scale}.data differs from scales.{first}.data: all rungs share one corpus")
             link = ladder.project.data_dir(corpus, scale)
             link.parent.mkdir(parents=True, exist_ok=True)
-            if not link.exists():
-                link.symlink_to(folder)
+            to = os.path.relpath(folder, link.parent)
+            if link.is_symlink() and os.readlink(link) != to:
+                link.unlink()
+            elif link.exists() and not link.is_symlink():
+                raise ConfigError(f"{link} must be a link to the corpus of {first}: all rungs share one; remove it")
+            if not link.is_symlink():
+                link.symlink_to(to)
 
 
 def train(ladder: Ladder, rung: str, workers: Workers, rows: Collection[str] = ()) -> None:

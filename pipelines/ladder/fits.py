@@ -5,8 +5,9 @@ batch and number of steps. Over sizes it is fitted by least squares on all pairs
 
     d = at_one + slope ln N
 
-with N parameters: straight in the logarithm, as gaps may be of either sign. Intervals are Student's, of pairs that
-deviate alike at all sizes: a bootstrap over 2 to 5 seeds holds the truth in 64 to 85 of 100 cases where it says 95. The
+with N parameters: straight in the logarithm, as gaps may be of either sign. Pairs count by how much those of their size
+deviate, in all rows alike (`spreads_of`), and intervals are Student's: a bootstrap over 2 to 5 seeds holds the truth in
+64 to 85 of 100 cases where it says 95, and so do intervals of pairs that are thought to deviate alike at all sizes. The
 loss of data-parallel training itself follows L(N) = E + A N^-alpha, of which two sizes give two numbers; so its
 prediction is for a range of alpha.
 """
@@ -17,8 +18,9 @@ import contextlib
 import itertools
 import json
 import math
+import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -54,6 +56,8 @@ MAIN_ROWS = {
     "protocol/quarter": "a subspace of a quarter of the width",
     "together/all": "all four at once",
 }
+#: The fewest rows of three pairs or more that tell how much pairs of a size deviate.
+SPREAD_ROWS = 5
 #: The fewest pairs of a line that is drawn with its band: the band of fewer would fill a figure.
 BAND_PAIRS = 6
 
@@ -311,10 +315,12 @@ def read_trials(ladder: Ladder) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Fit:
-    """A fit of gaps d to sizes N: d = at_one + slope ln N, by least squares.
+    """A fit of gaps d to sizes N: d = at_one + slope ln N, by least squares, each pair over the spread of its size.
 
-    Attributes: `deviation` of a single pair about the line, with `freedom` degrees of freedom; `centre` and `square`,
-    the mean of ln N and the sum of its squares about that; `count` of pairs.
+    Attributes: `spreads`, how much single pairs deviate at each size, of which ratios matter alone; `deviation` of
+    pairs about the line, over their spread, with `freedom` degrees of freedom; `weight`, the sum of 1 / spread^2 of all
+    pairs; `centre` and `square`, the mean of ln N and the sum of its squares about that, with these weights; `count` of
+    pairs.
     """
 
     at_one: float
@@ -324,21 +330,28 @@ class Fit:
     centre: float
     square: float
     count: int
+    weight: float
+    spreads: Mapping[float, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, sizes: ArrayLike, gaps: ArrayLike) -> Fit:
+    def of(cls, sizes: ArrayLike, gaps: ArrayLike, spreads: Mapping[float, float] | None = None) -> Fit:
         """Fit gaps at sizes N, one of each for each pair.
 
-        Raises ValueError where there are fewer than 3 pairs, or there is a single size.
+        spreads: how much single pairs deviate at some sizes; the nearest of these counts for another size (`near`). By
+        default pairs deviate alike. Raises ValueError where there are fewer than 3 pairs, or there is a single size.
         """
-        x, d = np.log(np.asarray(sizes, float)), np.asarray(gaps, float)
+        x, d, spreads = np.log(np.asarray(sizes, float)), np.asarray(gaps, float), spreads or {}
         if len(x) < 3 or np.ptp(x) == 0:
             raise ValueError(f"a slope needs 3 pairs and 2 sizes, got {len(x)} and {len(np.unique(x))}")
-        centre, square = float(x.mean()), float(((x - x.mean()) ** 2).sum())
-        slope = float(((x - centre) * d).sum() / square)
-        at_one = float(d.mean() - slope * centre)
+        weights = np.array([near(spreads, size) ** -2 for size in np.asarray(sizes, float)])
+        weight = float(weights.sum())
+        centre = float((weights * x).sum()) / weight
+        square = float((weights * (x - centre) ** 2).sum())
+        slope = float((weights * (x - centre) * d).sum() / square)
+        at_one = float((weights * d).sum()) / weight - slope * centre
         left = d - at_one - slope * x
-        return cls(at_one, slope, math.sqrt(float((left**2).sum()) / (len(x) - 2)), len(x) - 2, centre, square, len(x))
+        deviation = math.sqrt(float((weights * left**2).sum()) / (len(x) - 2))
+        return cls(at_one, slope, deviation, len(x) - 2, centre, square, len(x), weight, spreads)
 
     @property
     def p_falls(self) -> float:
@@ -362,43 +375,72 @@ class Fit:
     def error(self, size: float, *, seeds: float = math.inf) -> float:
         """Return the standard error of the gap at a size; `seeds` as in `at`."""
         apart = (math.log(size) - self.centre) ** 2 / self.square
-        return self.deviation * math.sqrt(1 / self.count + apart + 1 / seeds)
+        return self.deviation * math.sqrt(1 / self.weight + apart + near(self.spreads, size) ** 2 / seeds)
 
 
-def fit_row(cells: Sequence[Cell], row: str) -> Fit:
-    """Fit the gaps of a row over all its sizes. Raises ValueError where these, or its pairs, are too few."""
+def near(spreads: Mapping[float, float], size: float) -> float:
+    """Return the spread at the size, of those that have one, whose logarithm is nearest; 1 where none has."""
+    return spreads[min(spreads, key=lambda known: abs(math.log(known / size)))] if spreads else 1.0
+
+
+def pooled_deviation(groups: Sequence[Sequence[float]]) -> float:
+    """Return how much values deviate within groups of two or more, by the median of the groups' variances.
+
+    So a group of a run that diverges does not decide it. Each variance is taken over the median of what it is of values
+    that deviate by 1, which is (1 - 2 / (9 f))^3 for f degrees of freedom (Wilson and Hilferty).
+    """
+    ratios = [statistics.variance(some) / (1 - 2 / (9 * (len(some) - 1))) ** 3 for some in groups]
+    return math.sqrt(statistics.median(ratios))
+
+
+def spreads_of(cells: Sequence[Cell]) -> dict[float, float]:
+    """Return how much the pairs of a row deviate at each size that has `SPREAD_ROWS` rows of three pairs or more.
+
+    It is empty where no size has, so that pairs count alike.
+    """
+    groups: dict[float, list[list[float]]] = {}
+    for cell in cells:
+        if len(cell.gaps) > 2 and cell.losses != cell.base:
+            groups.setdefault(cell.parameters, []).append(cell.gaps)
+    return {size: pooled_deviation(some) for size, some in groups.items() if len(some) >= SPREAD_ROWS}
+
+
+def fit_row(cells: Sequence[Cell], row: str, spreads: Mapping[float, float] | None = None) -> Fit:
+    """Fit the gaps of a row over all its sizes. Raises ValueError where these, or its pairs, are too few.
+
+    spreads: how much pairs deviate, by default as all rows of the cells tell (`spreads_of`).
+    """
     pairs = [(c.parameters, gap) for c in cells if c.row == row for gap in c.gaps]
-    return Fit.of(*zip(*pairs, strict=True)) if pairs else Fit.of([], [])
+    spreads = spreads_of(cells) if spreads is None else spreads
+    return Fit.of(*zip(*pairs, strict=True), spreads) if pairs else Fit.of([], [])
 
 
 def shared_variance(cells: Sequence[Cell]) -> float:
     """Return the share of the variance of gaps over seeds that is common to rows that are held against the same runs.
 
-    It is their covariance over their variance, in the mean of all pairs of rows, over the seeds that all have; a share
-    below 0 counts as 0. It is NaN for one row, or for fewer than two seeds.
+    It is the correlation of the gaps of two rows, in the mean of all pairs of rows, over the seeds that all have; a
+    share below 0 counts as 0. It is NaN for one row, or for fewer than two seeds.
     """
     seeds = set.intersection(*(cell.losses.keys() & cell.base.keys() for cell in cells)) if cells else set()
     if len(cells) < 2 or len(seeds) < 2:
         return math.nan
     gaps = np.log([[cell.losses[seed] / cell.base[seed] for seed in seeds] for cell in cells])
-    share = gaps.mean(0).var() / gaps.var(1).mean()  # of which 1 / rows is there without anything in common
-    return max(0.0, float((len(gaps) * share - 1) / (len(gaps) - 1)))
+    pairs = np.corrcoef(gaps)[np.triu_indices(len(cells), 1)]
+    return max(0.0, float(pairs.mean()))
 
 
 def pair_correlation(cells: Sequence[Cell]) -> float:
-    """Return the correlation of losses with the losses of the same seed that they are held against, pooled over rows.
+    """Return the correlation of losses with the losses of the same seed that they are held against.
 
-    It is the sum of the rows' covariances over the geometric mean of both sums of variances; where it is 0, pairs say
-    no more than means do. Rows of fewer than three pairs are left out; it is NaN where no row is left.
+    It is the mean over rows, so that one which diverges does not decide it; where it is 0, pairs say no more than means
+    do. Rows of fewer than three pairs are left out; it is NaN where no row is left.
     """
-    products = np.zeros(3)
+    found = []
     for cell in cells:
         if len(seeds := sorted(cell.losses.keys() & cell.base.keys())) > 2:
-            both = np.log([[some[seed] for seed in seeds] for some in (cell.losses, cell.base)])
-            one, other = both - both.mean(1, keepdims=True)
-            products += [one @ other, one @ one, other @ other]
-    together, *apart = products
-    return float(together / math.sqrt(math.prod(apart))) if all(apart) else math.nan
+            logs = np.log([[some[seed] for seed in seeds] for some in (cell.losses, cell.base)])
+            found.append(np.corrcoef(logs)[0, 1])
+    return float(np.mean(found)) if found else math.nan
 
 
 def several(cells: Sequence[Cell]) -> list[Cell]:
@@ -484,7 +526,8 @@ def predict(cells: Sequence[Cell], row: str, size: float, *, seeds: float) -> di
     """Predict a row's "gap_pct" (in % of the loss) and its "loss" at a size from all smaller ones.
 
     Each is [likely, low, high]. The interval of a gap is that of 95 % for the mean of so many seeds about the fitted
-    line; that of data-parallel training's loss is the range of exponents; that of a method's loss has both.
+    line, which deviate as those of the largest of these sizes do; that of data-parallel training's loss is the range of
+    exponents; that of a method's loss has both.
     Data-parallel training has no gap. Raises ConfigError where there are fewer than two smaller sizes, and ValueError
     where pairs are too few to fit.
     """
@@ -494,7 +537,8 @@ def predict(cells: Sequence[Cell], row: str, size: float, *, seeds: float) -> di
     losses = laws[0], min(laws), max(laws)
     if row.startswith("data_parallel/"):
         return {"loss": [round(loss, 4) for loss in losses]}
-    gaps = fit_row(smaller, row).at(size, seeds=seeds)
+    spreads = spreads_of([c for c in cells if c.parameters < size])
+    gaps = fit_row(smaller, row, spreads).at(size, seeds=seeds)
     told = [round(loss * math.exp(gap), 4) for loss, gap in zip(losses, gaps, strict=True)]
     return {"gap_pct": [_percent(gap) for gap in gaps], "loss": told}
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipelines.ladder.fits import Cell, fit_row, several
+from pipelines.ladder.fits import Cell, fit_row, several, spreads_of
 from pipelines.ladder.plan import Plan
 from pipelines.verdicts import HEADLINE, NOTHING, Claim, Evidence, Likely, Regime, judge, no_worse
 
@@ -84,7 +84,7 @@ def judged_margins(plan: Plan, cells: Sequence[Cell]) -> list[Judged]:
 
     A margin is judged at the rungs that have points of its row, or are to have them and need no GPU.
     """
-    by_place = {(cell.row, cell.rung): cell for cell in cells}
+    by_place, spreads = {(cell.row, cell.rung): cell for cell in cells}, spreads_of(cells)
     lines = []
     for row, margins in MARGINS.items():
         margin = math.nan
@@ -95,7 +95,7 @@ def judged_margins(plan: Plan, cells: Sequence[Cell]) -> list[Judged]:
             lines.append((row, name, margin, *_margin(row, name, margin, cell)))
     for row in FALLING:
         if here := _sizes_of(row, cells):
-            lines.append((row, ", ".join(cell.rung for cell in here), math.nan, *_slope(row, here)))
+            lines.append((row, ", ".join(cell.rung for cell in here), math.nan, *_slope(row, here, spreads)))
     outcomes = judge([claim for *_, claim in lines])
     return [Judged(*line, outcome) for line, outcome in zip(lines, outcomes, strict=True)]
 
@@ -115,8 +115,8 @@ def _margin(row: str, rung: str, margin: float, cell: Cell | None) -> tuple[Like
     return gap, cell.means.percent(), Claim(text, f"{gap.value:+.2f} %", evidence)
 
 
-def _slope(row: str, cells: Sequence[Cell]) -> tuple[Likely, Likely, Claim]:
-    fit = fit_row(cells, row)
+def _slope(row: str, cells: Sequence[Cell], spreads: Mapping[float, float]) -> tuple[Likely, Likely, Claim]:
+    fit = fit_row(cells, row, spreads)
     slope = fit.per_decade()
     regime = functools.reduce(Regime.least, (cell.regime for cell in cells))
     evidence = Evidence(fit.p_falls, 1 - fit.p_falls, regime=regime)

@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
 
 from lowcomm.cost.ingredients import Method, Penalties
-from pipelines.ladder.fits import Cell, Fit, labelled_size, read_cells
+from pipelines.ladder.fits import Cell, Fit, labelled_size, near, pooled_deviation, read_cells
 from pipelines.ladder.plan import Ladder
 from pipelines.report import paper, published
-from pipelines.verdicts import HEADLINE, Paired, log_ratios
+from pipelines.verdicts import HEADLINE, Paired, log_ratios, quantile
 
 #: What pairs of the ladder's rows measure: the ingredient, its amount, the row that has it, and the one that does not
 #: ("": that of data-parallel training, see `plan.base_of`). Both have the same H, but for "rounds". The amount of a
@@ -60,9 +60,11 @@ CHOICES = {
     "slices": ("slices",),
     "subspace": ("subspace",),
 }
+#: Degrees of freedom of which Student's t is as good as normal.
+MANY = 1000
 #: Columns of `composed_rows`.
 COMPOSED = ["rung", "ingredient", "alone_pct", "deviation_pct", "taken_from", "source", "left_out", "seeds"]
-COMPOSED += ["within_pct", "within_low", "within_high", "apart_pct", "apart_error"]
+COMPOSED += ["within_pct", "within_low", "within_high", "apart_pct", "apart_error", "apart_off"]
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ class Series:
     alone: float = math.nan  # the deviation of a value that stands alone
     corrected: float = 0.0  # the deviation of what was added to all values
 
-    def rows(self, noise: float = 0.0) -> Iterator[dict[str, Any]]:
+    def rows(self, noise: Mapping[float, float] | None = None) -> Iterator[dict[str, Any]]:
         """Yield a row of the table for each size, with the steepest that the fit's slope may be beside it.
 
         With two sizes and three values or more the likely value is the fit's, the deviation its error, and the drift
@@ -88,12 +90,13 @@ class Series:
         Else the likely value is the mean, the deviation its standard error (`alone` for one value), and drift and
         steepest are NaN.
 
-        noise: the least deviation of single values, as two that happen to be near each other do not show it.
+        noise: how much single values deviate at each size; they are thought to deviate by no less, as two that happen
+        to be near each other do not show it. By default they deviate alike at all sizes, by what they show.
         """
         pairs = [(size, value) for size, some in self.values.items() for value in some]
-        fit = Fit.of(*zip(*pairs, strict=True)) if len(self.values) > 1 and len(pairs) > 2 else None
-        if fit is not None:
-            fit = replace(fit, deviation=max(fit.deviation, noise))
+        fit = Fit.of(*zip(*pairs, strict=True), noise) if len(self.values) > 1 and len(pairs) > 2 else None
+        if fit is not None and noise:
+            fit = replace(fit, deviation=max(fit.deviation, 1.0))
         for size, some in sorted(self.values.items()):
             drift = steepest = math.nan
             if fit is not None:
@@ -102,7 +105,8 @@ class Series:
                 drift, steepest = max(0.0, fit.slope) + error, abs(fit.slope) + error
             else:
                 likely = statistics.mean(some)
-                off = max(statistics.stdev(some), noise) / math.sqrt(len(some)) if len(some) > 1 else self.alone
+                least = near(noise, size) if noise else 0.0
+                off = max(statistics.stdev(some), least) / math.sqrt(len(some)) if len(some) > 1 else self.alone
             yield {
                 "ingredient": self.ingredient,
                 "replicas": self.replicas,
@@ -199,16 +203,16 @@ def penalties_of(ladder: Ladder) -> pd.DataFrame:
 
     The latter are the mean of the values at a size, `measured`, and their number, `values`.
 
-    The ladder's values deviate at least as the values of all its rows do together. A value that stands alone has the
-    largest deviation of its source; where there is one size, the drift is the largest slope of its source, with its
+    The ladder's values deviate at least as the values of all its rows do at their size. A value that stands alone has
+    the largest deviation of its source; where there is one size, the drift is the largest slope of its source, with its
     error.
     """
     ours = measured(ladder, read_cells(ladder))
-    several = [some for series in ours for some in series.values.values() if len(some) > 1]
-    freedom = sum(len(some) - 1 for some in several)
-    noise = (
-        math.sqrt(sum(statistics.variance(some) * (len(some) - 1) for some in several) / freedom) if freedom else 0.0
-    )
+    groups: dict[float, list[list[float]]] = {}
+    for series in ours:
+        for size, some in series.values.items():
+            groups.setdefault(size, []).extend([some] * (len(some) > 1))
+    noise = {size: pooled_deviation(some) for size, some in groups.items() if some}
     rows = [row for some in ours for row in some.rows(noise)] + [row for some in printed() for row in some.rows()]
     found = _table(rows)
     found["log_ratio"], found["measured"] = found.log_ratio.round(5), found.measured.round(5)
@@ -233,7 +237,9 @@ def composed_rows(ladder: Ladder, cells: Sequence[Cell], penalties: pd.DataFrame
     Columns (`COMPOSED`): rung, ingredient; alone_pct and deviation_pct, in % of the loss, as `Penalties.one` takes them
     from `source`, `taken_from` times away; left_out, the choice; within_pct with its 95 % interval (within_low,
     within_high), the loss of the run over the loss of the one without the choice, in %, over `seeds`; and for the sum
-    apart_pct, 100 ln(sum / whole), and apart_error, its standard error, NaN for one seed.
+    apart_pct, 100 ln(sum / whole), with apart_error, its standard error, NaN for one seed, and apart_off, by which its
+    95 % interval goes to either side, by Student's t (Satterthwaite), NaN for fewer than three seeds. Errors of
+    ingredients count as if they had nothing in common.
     """
     known, by_place = Penalties(penalties), {(cell.row, cell.rung): cell for cell in cells}
     found: list[dict[str, Any]] = []
@@ -255,8 +261,11 @@ def composed_rows(ladder: Ladder, cells: Sequence[Cell], penalties: pd.DataFrame
                 found.append(told | {"left_out": choice} | within)
         total = sum(p.log_ratio for p in alone.values())
         off, pairs = math.hypot(*(p.deviation for p in alone.values())), cell.pairs
-        apart = {"apart_pct": 100 * (total - pairs.mean)}
-        apart["apart_error"] = 100 * math.hypot(off, pairs.deviation / math.sqrt(pairs.seeds))
+        own = pairs.deviation / math.sqrt(pairs.seeds)
+        apart = {"apart_pct": 100 * (total - pairs.mean), "apart_error": 100 * math.hypot(off, own)}
+        if pairs.seeds >= HEADLINE.seeds:
+            freedom = int((pairs.seeds - 1) * (math.hypot(off, own) / own) ** 4) if own else MANY
+            apart["apart_off"] = quantile(0.975, min(freedom, MANY)) * apart["apart_error"]
         found.append(blank | {"ingredient": "sum"} | _percents(total, off) | _within(pairs) | apart)
     return found
 

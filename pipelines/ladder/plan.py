@@ -11,11 +11,13 @@ Each point that is done is a small JSON file in git, so that no machine does it 
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import functools
 import hashlib
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -140,6 +142,16 @@ class Plan:
         there = pick(self.rungs, rung, "rung")
         for name in rows:
             pick(dict.fromkeys(there.rows), name, f"row of {rung}")
+
+    def in_order(self, rows: Collection[str]) -> list[str]:
+        """Return some rows in the order of the plan, in which a row stands after the one that it begins from."""
+        return [name for name in self.rows if name in rows]
+
+    def tuned_as(self, row: str) -> str:
+        """Return the row whose lines were walked for a row: itself, or for one without lines the one it begins from."""
+        while not self.rows[row].lines and self.rows[row].start:
+            row = self.rows[row].start
+        return row
 
     def rung_below(self, rung: str) -> str | None:
         """Return the last rung before this one that is tuned itself, as this one must be; None for the first."""
@@ -370,16 +382,18 @@ class Ladder:
     def outcomes(self, rung: str, row: str) -> list[dict[str, Any]]:
         """Return the outcomes of a row's results at a rung, seed by seed, as they stand in git.
 
-        An outcome that was trained with other values than those that tuning has found since is left out.
+        Those that were trained with other values than tuning has found since are left out, and so are all of a row that
+        is yet to be tuned.
         """
+        if (entry := self._tuned_for(rung).get(row)) is None:
+            return []
         files = sorted((self.results / "points" / rung / row).glob("seed*.json"))
-        found, tuned = [json.loads(file.read_text()) for file in files], self._tuned_for(rung)
-        return [told for told in found if row not in tuned or told["values"] == tuned[row]["values"]]
+        return [told for file in files if (told := json.loads(file.read_text()))["values"] == entry["values"]]
 
     def _tuned_for(self, rung: str) -> dict[str, dict[str, Any]]:
         """Return what tuning found at the rung whose values a rung takes, by row; empty where it has not begun."""
-        file = self.tuned_file(self.plan.rungs[rung].tuned_at)
-        return _parsed(file.read_text()) if file.exists() else {}
+        at = self.plan.rungs[rung].tuned_at
+        return self.read_tuned(at) if self.tuned_file(at).exists() else {}
 
     def tuned_file(self, rung: str) -> Path:
         """Return the path of the file of the values that tuning found at a rung."""
@@ -388,11 +402,21 @@ class Ladder:
     def read_tuned(self, rung: str) -> dict[str, dict[str, Any]]:
         """Return what tuning found at a rung, by row: its "values", "tuning_loss" and number of "trials".
 
-        Raises ConfigError where the rung has not been tuned.
+        A row without lines has the values of the row that it begins from, of no trial of its own. A row whose lines
+        have not been walked is left out, and so is what begins from it. Raises ConfigError where the rung has not been
+        tuned.
         """
         if not (file := self.tuned_file(rung)).exists():
             raise ConfigError(f"{file} is missing: python -m pipelines.ladder tune {rung}")
-        return yaml.safe_load(file.read_text())
+        walked, found = _parsed(file.read_text()), {}
+        for row in (self.plan.rows[name] for name in self.plan.in_order(self.plan.rungs[rung].rows)):
+            if row.lines:
+                found |= {row.name: walked[row.name]} if row.name in walked else {}
+            elif not row.start:
+                found[row.name] = {"values": {}, "trials": 0}
+            elif row.start in found:
+                found[row.name] = {"values": found[row.start]["values"], "trials": 0}
+        return found
 
     def read_predictions(self) -> dict[str, Any]:
         """Return what has been registered for rungs and for sizes of the papers, by name; empty where nothing has."""
@@ -424,6 +448,15 @@ def write_whole(file: Path, text: str) -> None:
     partial = file.with_suffix(".tmp")
     partial.write_text(text)
     partial.rename(file)
+
+
+@contextlib.contextmanager
+def locked(file: Path) -> Iterator[None]:
+    """Lock a file, which is made if need be, for the length of a `with` statement; other processes that ask wait."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed, or its process is gone
+        yield
 
 
 def base_of(row: str, configs: Mapping[str, RunConfig]) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from lowcomm.settings import ConfigError
-from pipelines.ladder.plan import Ladder, Line, Plan, Point, Row, Values, write_whole
+from pipelines.ladder.plan import Ladder, Line, Plan, Point, Row, Values, locked, write_whole
 from pipelines.ladder.workers import Task, Workers
 
 #: A generator that yields values of lines, is sent their loss, and returns the best values with their loss.
@@ -134,11 +134,12 @@ def tune(ladder: Ladder, rung: str, workers: Workers, rows: Collection[str] = ()
     def children(name: str) -> list[Task]:
         return [walk(plan.rows[child]) for child, start in starts.items() if start == name]
 
-    def keep() -> None:
-        """Write what is known of rows that the plan has, in its order."""
-        both = (ladder.read_tuned(rung) if file.exists() else {}) | found
-        ordered = {name: both[name] for name in there.rows if name in both}
-        write_whole(file, yaml.safe_dump(ordered, sort_keys=False))
+    def keep(row: str) -> None:
+        """Write what was found of a row beside what stands of others, which other commands may have found meanwhile."""
+        with locked(ladder.build / "tuned.lock"):
+            both = (yaml.safe_load(file.read_text()) if file.exists() else {}) | {row: found[row]}
+            walked = {name: both[name] for name in there.rows if name in both and plan.rows[name].lines}
+            write_whole(file, yaml.safe_dump(walked, sort_keys=False))
 
     def walk(row: Row) -> Task:
         below, parent = known.get(row.name), found.get(row.start, before.get(row.start))
@@ -160,9 +161,9 @@ def tune(ladder: Ladder, rung: str, workers: Workers, rows: Collection[str] = ()
             except StopIteration as end:
                 best, loss = end.value
             found[row.name] = {"values": best, "tuning_loss": loss, "trials": len(files)}
+            keep(row.name)
         else:
             found[row.name] = {"values": dict(parent["values"]) if parent else {}, "trials": 0}
-        keep()
         return children(row.name)
 
     workers.run([walk(plan.rows[name]) for name, start in starts.items() if start not in starts])

@@ -43,6 +43,10 @@ class Stopped(RuntimeError):
     """Raised where the workers are told to stop; what is done is kept."""
 
 
+class Failed(RuntimeError):
+    """Raised where points fail, once all others are done."""
+
+
 def folder_of(point: Point) -> RunFolder:
     """Return the folder of a point's run, which is there until the point is done."""
     inner = point.ladder.results.name / point.file.relative_to(point.ladder.results).with_suffix("")
@@ -55,7 +59,7 @@ def can_compile() -> bool:
 
 
 def train_point(point: Point, *, compiled: bool = True) -> dict[str, Any] | None:
-    """Train a point in this process and return its outcome; None if it was told to stop before its end.
+    """Train a point in this process, write its outcome and return it; None if it was told to stop before its end.
 
     A trial whose values are not finite any more has the loss None, and "diverged" says where. Raises NotFinite where a
     result diverges, and ConfigError where the corpus here is not that of the points.
@@ -98,6 +102,7 @@ def train_point(point: Point, *, compiled: bool = True) -> dict[str, Any] | None
     times = folder.times / "times.json"  # which a run that has been stopped, and goes on, carries on
     seconds = json.loads(times.read_text())["seconds"] if times.exists() else time.perf_counter() - begin
     outcome["seconds"] = round(seconds, 1)
+    write_whole(point.file, json.dumps(outcome, indent=1) + "\n")  # before what it was made of goes
     shutil.rmtree(folder.out, ignore_errors=True)
     shutil.rmtree(folder.times, ignore_errors=True)
     return outcome
@@ -190,7 +195,7 @@ class Workers:
             for pipe in told:
                 _, point = self._busy.pop(pipe)
                 with pipe, contextlib.suppress(RuntimeError):  # it was told to stop; or it was done before, and is kept
-                    self._keep(point, self._received(pipe, point))
+                    self._tell(point, self._received(pipe, point))
         for pipe in self._busy:
             pipe.close()  # nobody reads what is left in it
         for process in self._processes:
@@ -201,10 +206,15 @@ class Workers:
         """Do tasks and those that they return, one point of each at a time, as many at once as there are workers.
 
         The first tasks begin first, and one that has begun goes before one that has not. A point that is done is not
-        trained again. Raises RuntimeError where a point fails, and Stopped where the workers are told to stop.
+        trained again. Where a point fails, its task ends and the others go on.
+
+        Raises:
+            Failed: points have failed; it says which and why, line by line.
+            Stopped: the workers are told to stop.
+            RuntimeError: a worker has died.
         """
         begun: list[tuple[Task, dict[str, Any]]] = []
-        waiting = list(tasks)
+        waiting, failures = list(tasks), []
         while begun or waiting or self._busy:
             while (begun or waiting) and (self._idle or not self._processes):
                 task, told = begun.pop(0) if begun else (waiting.pop(0), None)
@@ -223,15 +233,20 @@ class Workers:
                 pipe.send(point)
             for pipe in wait(list(self._busy)) if self._busy else []:
                 task, point = self._busy[pipe]
-                outcome = self._received(pipe, point)
-                self._keep(point, outcome)
+                try:
+                    outcome = self._received(pipe, point)
+                except Failed as failure:
+                    failures.append(str(failure))
+                else:
+                    self._tell(point, outcome)
+                    begun.append((task, outcome))
                 del self._busy[pipe]
                 self._idle.append(pipe)
-                begun.append((task, outcome))
+        if failures:
+            raise Failed("\n".join(failures))
 
     @staticmethod
-    def _keep(point: Point, outcome: dict[str, Any]) -> None:
-        write_whole(point.file, json.dumps(outcome, indent=1) + "\n")
+    def _tell(point: Point, outcome: dict[str, Any]) -> None:
         loss = "diverged" if outcome["val_loss"] is None else f"{outcome['val_loss']:.4f}"
         print(f"{point.title}: {loss} ({outcome['seconds']:.0f} s)", flush=True)
 
@@ -242,7 +257,7 @@ class Workers:
         except (EOFError, ConnectionResetError):
             raise RuntimeError(f"{point.title}: its worker has died") from None
         if error:
-            raise RuntimeError(f"{point.title}: {error}")
+            raise Failed(f"{point.title}: {error}")
         if outcome is None:
             raise Stopped(f"{point.title} was told to stop")
         return outcome
