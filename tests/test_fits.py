@@ -17,19 +17,23 @@ from pipelines.ladder.__main__ import train
 from pipelines.ladder.fits import (
     Cell,
     Fit,
+    false_findings,
     fit_row,
     gap_rows,
     loss_at,
     pair_correlation,
+    pooled_deviation,
     predict,
     published_gaps,
     read_cells,
     register,
+    seed_0_apart,
     several,
     shared_variance,
+    spreads_of,
 )
 from pipelines.ladder.margins import judged_margins
-from pipelines.ladder.penalties import COMPOSED, composed_rows
+from pipelines.ladder.penalties import COMPOSED, MANY, composed_rows
 from pipelines.ladder.plan import LADDER, PUBLISHED, Ladder, write_whole
 from pipelines.ladder.positions import PARTS, read_positions
 from pipelines.verdicts import BORNE_OUT, NOT_BORNE_OUT, NOT_RESOLVED, OUTSIDE, Paired, quantile
@@ -129,6 +133,74 @@ def test_the_law_of_loss_goes_through_both_sizes() -> None:
     assert loss_at(SIZES[2], [SIZES[0] / 10, *SIZES[:2]], more, 0.34) == pytest.approx(base_loss(SIZES[2]))
 
 
+def uneven(seed: int, seeds: tuple[int, ...]) -> list[Cell]:
+    """Cells of the method and of five other rows, whose pairs deviate three times as much at the larger sizes."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for size, spread, count in zip(SIZES, (0.007, 0.021, 0.026), seeds, strict=False):
+        base = dict.fromkeys(range(count), base_loss(size))
+        for row in ("method", *"abcde"):
+            losses = {s: base[s] * math.exp(gap(size) + rng.normal(0, spread)) for s in range(count)}
+            found.append(Cell(row, f"{size}", 4, size, 20.0, 100, 512, losses, base))
+    return found
+
+
+def test_lines_hold_where_pairs_deviate_more_at_larger_sizes() -> None:
+    """Pairs that are thought to deviate alike at all sizes would hold the mean of three new ones in 80 of 100 cases."""
+    inside = alike = 0
+    for seed in range(300):
+        some = uneven(seed, (5, 4, 3))
+        smaller = [cell for cell in some if cell.parameters < SIZES[2]]
+        mean = next(cell for cell in some if (cell.row, cell.parameters) == ("method", SIZES[2])).pairs.mean
+        for spreads in (None, {}):
+            _, low, high = fit_row(smaller, "method", spreads).at(SIZES[2], seeds=3)
+            inside += (low <= mean <= high) * (spreads is None)
+            alike += (low <= mean <= high) * (spreads is not None)
+    assert 270 <= inside <= 297
+    assert alike < 265
+
+
+def test_the_weight_of_a_pair_is_the_inverse_square_of_its_spread() -> None:
+    """A pair of half the spread counts as four; the line and its errors are those of weighted least squares."""
+    sizes, gaps = np.array([1e5, 1e5, 1e6, 1e6, 1e7]), np.array([0.1, 0.2, 0.05, 0.02, 0.3])
+    spreads = {1e5: 0.01, 1e6: 0.02}
+    fit = Fit.of(sizes, gaps, spreads)
+    weights = np.array([1e4, 1e4, 2500, 2500, 2500])  # of the largest size as of the nearest that is known
+    x = np.stack([np.ones(5), np.log(sizes)], 1)
+    inverse = np.linalg.inv(x.T @ (weights[:, None] * x))
+    at_one, slope = inverse @ x.T @ (weights * gaps)
+    assert (fit.at_one, fit.slope) == (pytest.approx(at_one), pytest.approx(slope))
+    covariance = inverse * (weights * (gaps - x @ [at_one, slope]) ** 2).sum() / 3
+    here = np.array([1, math.log(3e5)])
+    assert fit.error(3e5) == pytest.approx(math.sqrt(here @ covariance @ here))
+    assert fit.error(1e7, seeds=4) ** 2 - fit.error(1e7) ** 2 == pytest.approx((fit.deviation * 0.02) ** 2 / 4)
+    alike = Fit.of(sizes, gaps, dict.fromkeys(spreads, 0.5))
+    assert (alike.slope, alike.error(3e5)) == pytest.approx((Fit.of(sizes, gaps).slope, Fit.of(sizes, gaps).error(3e5)))
+
+
+def test_one_group_that_diverges_does_not_decide_the_deviation_of_all() -> None:
+    rng = np.random.default_rng(0)
+    for count in (2, 3, 5):
+        groups = [*rng.normal(0, 0.02, (400, count)), [0.0, 1.0, 5.0]]
+        assert pooled_deviation(groups) == pytest.approx(0.02, rel=0.1)
+    some = uneven(0, (5, 4, 3))
+    assert list(spreads_of(some)) == list(SIZES)
+    assert spreads_of([cell for cell in some if cell.row != "a"]) != {}
+    assert spreads_of([cell for cell in some if cell.row not in "ab"]) == {}  # too few rows to tell
+
+
+def test_testing_again_with_more_pairs_finds_more() -> None:
+    assert false_findings((3,)) == pytest.approx(0.05, abs=0.005)
+    assert 0.07 < false_findings((3, 5)) < 0.1
+
+
+def test_how_far_seed_0_is_from_the_others_is_the_median_of_rows() -> None:
+    losses = [{0: 3.0, 1: 3.03, 2: 3.03}, {0: 2.97, 1: 3.0, 2: 3.0}, {0: 9.0, 1: 3.0, 2: 3.0}, {0: 1.0, 1: 3.0}]
+    some = [Cell(f"{i}", "a", 2, 1000, 20.0, 100, 512, each, each) for i, each in enumerate(losses)]
+    assert seed_0_apart(some) == pytest.approx(100 * (3.0 / 3.03 - 1))
+    assert math.isnan(seed_0_apart(some[3:]))
+
+
 def test_the_band_is_about_the_line_and_widens_outside() -> None:
     fit = fit_row(cells(seeds=(5, 3, 2)), "method")
     widths = []
@@ -187,6 +259,9 @@ def test_the_variance_that_all_rows_share_is_that_of_what_they_are_held_against(
     assert shared_variance(rows(0.0, 0.01)) < 0.1
     assert math.isnan(shared_variance(rows(0.03, 0.01)[:1]))
     assert math.isnan(shared_variance([]))
+    some = rows(0.03, 0.01)
+    wild = {seed: loss * math.exp(2 * math.sin(seed)) for seed, loss in some[0].losses.items()}
+    assert shared_variance([*some, *some, dataclasses.replace(some[0], losses=wild)]) > 0.6  # one that diverges
 
 
 @pytest.mark.parametrize("common", [0.0, 0.9])
@@ -280,6 +355,10 @@ def test_the_sum_of_ingredients_stands_beside_the_run_of_all() -> None:
     assert sums.deviation_pct["0.12M"] == pytest.approx(100 * 0.003 * math.sqrt(6))
     assert abs(sums.apart_pct["0.12M"]) < 1.96 * sums.apart_error["0.12M"] < 3
     assert math.isnan(sums.apart_error["0.33M"])  # of one seed
+    own = whole[0].pairs.deviation / math.sqrt(5)
+    freedom = min(int(4 * (math.hypot(0.003 * math.sqrt(6), own) / own) ** 4), MANY)
+    assert sums.apart_off["0.12M"] == pytest.approx(quantile(0.975, freedom) * sums.apart_error["0.12M"])
+    assert math.isnan(sums.apart_off["0.33M"])
     (bits,) = found[(found.left_out == "4 bits") & (found.rung == "0.12M")].itertuples()
     assert (bits.ingredient, bits.seeds) == ("streaming", 3)
     assert bits.within_pct == pytest.approx(Paired.of(whole[0].losses, without[0].losses).percent()[0])

@@ -476,6 +476,32 @@ def test_some_rows_are_tuned_from_what_is_known_of_their_parents(tmp_path: Path)
     assert ladder.read_tuned("a")["plain"]["values"] == {"lr": 0.01}
 
 
+def test_two_commands_that_tune_at_once_keep_what_both_have_found(tmp_path: Path) -> None:
+    ladder = small_ladder(tmp_path, tmp_path / "build", METHODS, TWO_RUNGS)
+    tune(ladder, "a", InClosedForm(lambda _, v: math.log2(v["lr"] / 0.04) ** 2))
+
+    def meanwhile(_: str, v: dict[str, float]) -> float:
+        if "gain" in v:  # while this command walks the second row, another has walked the first anew
+            known = yaml.safe_load(ladder.tuned_file("a").read_text())
+            known["plain"] |= {"values": {"lr": 0.02}}
+            write_whole(ladder.tuned_file("a"), yaml.safe_dump(known))
+        return math.log2(v["lr"] / 0.04) ** 2 + math.log2(v.get("gain", 1.0) / 2) ** 2
+
+    tune(ladder, "a", InClosedForm(meanwhile), ["diloco/m2"])
+    found = ladder.read_tuned("a")
+    assert (found["plain"]["values"], found["diloco/m2"]["values"]["gain"]) == ({"lr": 0.02}, 2.0)
+    assert "diloco/m4" not in yaml.safe_load(ladder.tuned_file("a").read_text())  # which has no lines
+
+
+def test_a_value_that_a_line_has_no_more_is_left_out(tmp_path: Path) -> None:
+    """A row that was tuned to it begins where its line begins."""
+    ladder = small_ladder(tmp_path, tmp_path / "build", METHODS, PLAN)
+    write_whole(ladder.tuned_file("a"), yaml.safe_dump({"plain": {"values": {"lr": 0.005}, "trials": 1}}))
+    walked = InClosedForm(lambda *_: 3.0)
+    tune(ladder, "a", walked, ["diloco/m2"])
+    assert walked.asked[0][2] == {"gain": 1.0, "momentum": 0.9}
+
+
 @pytest.mark.longest
 def test_points_are_those_of_plain_runs_and_none_is_done_again(small: Ladder, capsys: pytest.CaptureFixture) -> None:
     for words in (["tune", "a"], ["train", "a"], ["train", "b"]):
@@ -723,6 +749,40 @@ def test_a_point_that_fails_holds_nobody_up(small: Ladder) -> None:
     assert time.monotonic() - begin < workers.SAVING_S / 10  # else it is waited for as long as a checkpoint may take
 
 
+def test_a_point_that_fails_stops_no_other(small: Ladder, capsys: pytest.CaptureFixture) -> None:
+    """As a result that diverges: all others are done, and then it is named."""
+    tuned = {"plain": {"values": {"lr": 1e30}, "trials": 1}, "diloco/m2": {"values": {"lr": 0.01}, "trials": 1}}
+    write_whole(small.tuned_file("a"), yaml.safe_dump(tuned))
+    assert main(["train", "a", "plain", "diloco/m2"], small) == 1
+    told = capsys.readouterr()
+    failures = told.err.splitlines()[-2:]
+    for begin, failure in zip(("Failed: plain at a, seed 0: NotF", "plain at a, seed 1: NotF"), failures, strict=True):
+        assert failure.startswith(begin), told.err
+    assert [len(small.outcomes("a", row)) for row in ("plain", "diloco/m2")] == [0, 2]
+    assert "0 of 4 points are done" in told.out
+
+
+def test_a_ladder_may_be_moved_as_a_whole(small: Ladder, tmp_path: Path) -> None:
+    """Links between the corpora of its sizes are relative, and one to elsewhere is renewed."""
+    prepare(small)
+    link = small.project.data_dir("rows", "b")
+    assert link.is_symlink()
+    moved = tmp_path / "elsewhere"
+    shutil.move(small.build, moved)
+    again = Ladder(small.folder, moved, small.results)
+    assert again.project.data_dir("rows", "b").resolve() == again.project.data_dir("rows", "a").resolve()
+    assert again.corpus("rows", "b") == again.corpus("rows", "a")
+    link = again.project.data_dir("rows", "b")
+    link.unlink()
+    link.symlink_to(tmp_path / "gone")
+    prepare(again)
+    assert link.resolve() == again.project.data_dir("rows", "a").resolve()
+    link.unlink()
+    link.mkdir()
+    with pytest.raises(ConfigError, match="must be a link to the corpus of a: all rungs share one; remove it"):
+        prepare(again)
+
+
 def test_points_of_other_values_than_tuning_has_found_are_left_out(small: Ladder) -> None:
     tuned = {"plain": {"values": {"lr": 0.01}, "trials": 1}}
     write_whole(small.tuned_file("a"), yaml.safe_dump(tuned))
@@ -732,6 +792,21 @@ def test_points_of_other_values_than_tuning_has_found_are_left_out(small: Ladder
         write_whole(point.file, json.dumps(told))
     assert [point.seed for point in small.points_there("a", ["plain"])] == [0]
     assert [told["seed"] for told in small.outcomes("a", "plain")] == [0]
+
+
+def test_a_row_without_lines_has_the_rates_that_its_parent_has_now(small: Ladder) -> None:
+    """Nothing of its own is kept; what was trained with the parent's former rates is left out until it is done anew."""
+    stale = {"plain": {"values": {"lr": 0.01}, "trials": 1}, "diloco/m2": {"values": {"lr": 0.02}, "trials": 2}}
+    stale["diloco/m4"] = {"values": {"lr": 0.01}, "trials": 0}
+    write_whole(small.tuned_file("a"), yaml.safe_dump(stale))
+    assert small.read_tuned("a")["diloco/m4"] == {"values": {"lr": 0.02}, "trials": 0}
+    for point, lr in zip(small.results_at("a", ["diloco/m4"]), (0.01, 0.02), strict=True):
+        write_whole(point.file, json.dumps({"seed": point.seed, "val_loss": 3.0, "values": {"lr": lr}}))
+    assert [told["seed"] for told in small.outcomes("a", "diloco/m4")] == [1]
+    assert small.plan.tuned_as("diloco/m4") == "diloco/m2" == small.plan.tuned_as("diloco/m2")
+    write_whole(small.tuned_file("a"), yaml.safe_dump({"plain": stale["plain"]}))
+    assert list(small.read_tuned("a")) == ["plain"]  # what begins from a row that is yet to be tuned is so as well
+    assert small.outcomes("a", "diloco/m4") == []
 
 
 def test_headlines_are_of_the_largest_tuned_rung_that_has_them(small: Ladder) -> None:
@@ -762,6 +837,12 @@ def test_headlines_are_of_the_largest_tuned_rung_that_has_them(small: Ladder) ->
     assert [at_their_best(small, rows, seeds=1, at=rung)[0] for rung in ("a", "b")] == ["a", "b"]
     assert list(beyond(small, rows, "a", seeds=1)) == ["b"]
     assert not beyond(small, rows, "b", seeds=1)
+    for point in small.results_at("a", ["diloco/m4"]):
+        write_whole(
+            point.file, json.dumps({"val_loss": 3.0, "seed": point.seed, "tokens": 100, "parameters": 10, "values": {}})
+        )
+    assert told_over(small, "diloco/m4", "plain", seeds=1).endswith("; diloco/m4 has the rates of diloco/m2")
+    shutil.rmtree(small.results / "points" / "a" / "diloco" / "m4")
     told = told_over(small, "diloco/m2", "plain", seeds=1)
     assert re.fullmatch(
         r"by \+0.00 .* % at a \(2 seeds\) and by \+0.00 % at b, with the rates of a \(1 seed\)", told

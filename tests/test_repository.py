@@ -21,8 +21,19 @@ from pipelines.clean import cleaned
 from pipelines.index import index, pages
 from pipelines.ladder.plan import LADDER, base_of
 from pipelines.project import ROOT, load_params
-from pipelines.readme import BEGIN, END, FAMILIES, family, losses, minutes, readme_block, stages, with_blocks
-from pipelines.report import paper
+from pipelines.readme import (
+    BEGIN,
+    END,
+    FAMILIES,
+    family,
+    losses,
+    minutes,
+    of_one_size,
+    readme_block,
+    stages,
+    with_blocks,
+)
+from pipelines.report import markdown, paper
 from pipelines.run_notebook import check_parameters
 from pipelines.settings import write as write_settings
 from tests.harness import clean_environment
@@ -223,6 +234,13 @@ def test_committed_results_are_those_of_the_committed_code() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "Running stage" not in done.stdout, done.stdout
+
+
+def test_the_readme_shows_rows_of_one_size() -> None:
+    """What leaves a choice out is at another size, where its losses are not to be held against those of the others."""
+    shown = pd.DataFrame({"": ["one", "all", "all", "without"], "size": ["b", "b", "a", "a"], "loss": [1, 2, 3, 4]})
+    told = of_one_size(f"**Title**\n\n{markdown(shown)}\n")
+    assert told == f"**Title**\n\n{markdown(shown[:2])}\n"
 
 
 def test_readme_and_index_show_the_results() -> None:

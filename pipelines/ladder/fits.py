@@ -33,7 +33,7 @@ from lowcomm.model.presets import PRESETS
 from lowcomm.settings import ConfigError
 from pipelines.ladder.plan import PUBLISHED, Ladder, Rung, base_of, write_whole
 from pipelines.report import Comparison, published, regime_of, span
-from pipelines.verdicts import Evidence, Likely, Paired, Regime, Unpaired, log_ratios, student
+from pipelines.verdicts import Evidence, Likely, Paired, Regime, Unpaired, log_ratios, quantile, student
 
 #: Exponents of the law of loss: the likely one, as in published fits, and the highest; the lowest leaves no floor.
 LIKELY, HIGHEST = 0.34, 0.6
@@ -41,8 +41,9 @@ LIKELY, HIGHEST = 0.34, 0.6
 
 #: A note for tables of gaps.
 OF_SEED_0 = (
-    "Seed 0 is the run by which tuning chose the rates (there its loss was taken on other text), so it is likely to be"
-    " better than other seeds; rows of one seed are that seed."
+    "Seed 0 is the run by which tuning chose the rates (there its loss was taken on other text), so that a tuned row is"
+    " likely to be better at it than at other seeds, and a row that has another's rates is not; rows of one seed are"
+    " that seed."
 )
 
 
@@ -126,7 +127,10 @@ def read_cells(ladder: Ladder) -> list[Cell]:
         losses = {name: {told["seed"]: told["val_loss"] for told in some} for name, some in outcomes.items()}
         configs = ladder.configs(rung.name)
         for name, c in configs.items():
-            base = losses[base_of(name, configs)]
+            try:
+                base = losses[base_of(name, configs)]
+            except ConfigError as error:
+                raise ConfigError(f"rung {rung.name}: {error}") from None
             if not losses[name].keys() & base.keys():
                 continue
             tokens, numel = c.train.steps * c.train.global_batch * c.train.seq_len, parameters(c.model).total
@@ -214,17 +218,20 @@ def told_over(ladder: Ladder, one: str, other: str, *, seeds: int | Sequence[int
     """Say what a row loses over another where both are at their best, and at the sizes beyond.
 
     It is as in "by +3.66 (0.75 to 6.64) % at 0.33M (5 seeds) and by +2.54 (-4.29 to 9.87) % at 1.05M, with the rates of
-    0.33M (3 seeds)", and says so where no rung has enough seeds of both. `seeds` is as in `at_their_best`.
+    0.33M (3 seeds)", and says so where no rung has enough seeds of both, or where one of them has no lines of its own
+    and so the rates of another row. `seeds` is as in `at_their_best`.
     """
     try:
         rung, best = at_their_best(ladder, (one, other), seeds=seeds)
     except TooFewSeeds:
         return "by an amount that is not known yet (no size has enough seeds of both)"
     places = {rung: best} | beyond(ladder, (one, other), rung, seeds=seeds)
-    return " and ".join(
+    told = " and ".join(
         f"by {c.over(one, other, 2)} at {ladder.plan.rungs[name].called} ({c.told_seeds(one, other)})"
         for name, c in places.items()
     )
+    taken = {row: at for row in (one, other) if (at := ladder.plan.tuned_as(row)) != row}
+    return told + "".join(f"; {row} has the rates of {at}" for row, at in taken.items())
 
 
 def each_at_its_best(
@@ -441,6 +448,34 @@ def pair_correlation(cells: Sequence[Cell]) -> float:
             logs = np.log([[some[seed] for seed in seeds] for some in (cell.losses, cell.base)])
             found.append(np.corrcoef(logs)[0, 1])
     return float(np.mean(found)) if found else math.nan
+
+
+def seed_0_apart(cells: Sequence[Cell]) -> float:
+    """Return by how much the loss of seed 0 is over the mean of the other seeds of a row, in %, as the median of rows.
+
+    Rows of fewer than three seeds are left out; it is NaN where none is left.
+    """
+    found = []
+    for cell in cells:
+        others = [math.log(loss) for seed, loss in cell.losses.items() if seed]
+        if 0 in cell.losses and len(others) > 1:
+            found.append(math.log(cell.losses[0]) - statistics.mean(others))
+    return 100 * math.expm1(statistics.median(found)) if found else math.nan
+
+
+def false_findings(looks: Sequence[int], *, level: float = 0.05, draws: int = 20_000) -> float:
+    """Return how often pairs without any difference are told apart, where they are tested again with more of them.
+
+    It is the share of draws of which one of the looks, each at so many pairs in ascending order, finds a difference at
+    the level, from either tail.
+    """
+    pairs = np.random.default_rng(0).normal(size=(draws, looks[-1]))
+    found = np.zeros(draws, bool)
+    for count in looks:
+        some = pairs[:, :count]
+        t = some.mean(1) / some.std(1, ddof=1) * math.sqrt(count)
+        found |= np.abs(t) > quantile(1 - level / 2, count - 1)
+    return float(found.mean())
 
 
 def several(cells: Sequence[Cell]) -> list[Cell]:

@@ -58,6 +58,10 @@ class Line:
         if self.values and (self.begin not in self.values or list(self.values) != sorted(set(self.values))):
             raise ConfigError(f"a line's values must ascend and hold where it begins, {self.begin}: {self.values}")
 
+    def has(self, value: float) -> bool:
+        """Tell whether the line may take a value: one of its values, or any where it has a factor."""
+        return not self.values or value in self.values
+
     def beside(self, value: float, way: int) -> float | None:
         """Return the neighbour of a value upwards (`way` 1) or downwards (-1); None where there is none.
 
@@ -67,7 +71,7 @@ class Line:
         if self.factor:
             n = round(math.log(value / self.begin) / math.log(self.factor))
             return float(f"{self.begin * self.factor ** (n + way):.3g}")
-        if value not in self.values:
+        if not self.has(value):
             raise ConfigError(f"{value:g} is not among a line's values, {', '.join(map(str, self.values))}")
         at = self.values.index(value) + way
         return self.values[at] if 0 <= at < len(self.values) else None
