@@ -34,6 +34,15 @@ def test_each_basis_keeps_lengths_and_comes_back(name: str) -> None:
     assert one.norm().item() == pytest.approx(x.norm().item(), rel=1e-6)
 
 
+@pytest.mark.parametrize("name", options(Basis))
+@pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0,)])
+def test_a_parameter_without_values_has_no_tiles(name: str, shape: tuple[int, ...]) -> None:
+    basis, shapes = options(Basis)[name](), [(6, 4), shape, (3,)]
+    x = drawn(27)
+    assert torch.equal(basis.into(x, shapes), basis.into(x, [(6, 4), (3,)]))
+    assert torch.allclose(basis.back(basis.into(x, shapes), shapes), x, rtol=0, atol=1e-6)
+
+
 def test_tiles_lie_one_after_the_other() -> None:
     x = torch.arange(128 * 192, dtype=torch.float32).view(128, 192)
     tiles = options(Basis)["tiles"]().into(x.flatten(), [(128, 192)]).view(-1, 64, 64)

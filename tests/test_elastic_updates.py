@@ -373,6 +373,76 @@ def test_one_that_misses_a_round_as_it_finishes_trains_on(replica: Callable) -> 
     assert told[-3:] == [(24, (3,)), (25, (1,)), (25, (0,))]
 
 
+@pytest.mark.parametrize("peers", [{"peers": "all"}, {"peers": "group", "group_size": 6}])
+def test_a_robust_mean_needs_owners_whoever_is_there(peers: dict[str, Any], store: Notes) -> None:
+    """Of 12 slots in 2 slices the 6 that a round needs may all be of one slice but for one."""
+    notes, robust = elastic_store(f"127.0.0.1:{store.port}"), {"mean": "median"} | peers | {"outer": "heavy_ball"}
+    grid = {"slots": 12, "steps": STEPS, "quorum": 6, "rules": PATIENT} | ALL["partial"] | robust
+    with pytest.raises(ConfigError, match="method.mean = median needs 3 members or more"):
+        ElasticUpdates(Net(0, "partial"), notes, slot=0, **grid)
+
+
+class Halves(nn.Module):
+    """Two parameters of one size, each a fragment of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.zeros(64)), nn.Parameter(torch.zeros(64))
+
+
+OF_HALVES = {"sync_every_steps": 4, "fragments": "balanced", "fragment_count": 2}
+
+
+def test_a_fragment_weighs_as_what_it_was_trained_on_since_its_own_turn(replica: Callable) -> None:
+    """Two slots, of which one moves by 1 in each step on 10 tokens, and the other stays on 30: a mean moves by 1/4."""
+    plain_sum = {"outer": "heavy_ball", "outer_lr": 1.0, "outer_momentum": 0.0}
+
+    def one(slot: int) -> tuple[list[float], ElasticUpdates]:
+        model, sync = replica(slot, "diloco", slots=2, quorum=2, steps=9, model=Halves(), **OF_HALVES | plain_sum)
+        while sync.is_training:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter += 1.0 - slot
+            sync.step((10, 30)[slot])
+        sync.finish()
+        return [float(p.detach()[0]) for p in model.parameters()], sync
+
+    for values, sync in in_threads(*(lambda slot=slot: one(slot) for slot in range(2))):
+        assert values == pytest.approx([9 / 4, 9 / 4])
+        rounds = sync.told()
+        assert [r["tokens"] for r in rounds[-2:]] == [(10, 30), (0, 0)]  # of which the last two are of both fragments
+        assert [sum(r["tokens"][slot] for r in rounds) for slot in range(2)] == [90, 270]
+
+
+def test_a_residual_is_kept_unless_an_earlier_start_has_said_it_since(replica: Callable) -> None:
+    """A slot that comes back from a checkpoint drops what it kept of fragments that have met since, and no other."""
+    sparse = {"codec": "topk", "codec_keep": 0.1, "error_feedback": 0.9}
+    model, sync = replica(0, "diloco", slots=1, quorum=1, model=Halves(), **OF_HALVES | sparse)
+    generator = torch.Generator().manual_seed(0)
+
+    def move(steps: int) -> None:
+        for _ in range(steps):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter += torch.randn(64, generator=generator)
+            sync.step()
+
+    def residuals() -> list[float]:
+        own = sync._own()
+        return [float(own[f"{index}/{RESIDUAL}"].norm()) for index in range(2)]
+
+    move(8)
+    kept, met = sync.state_dict(), len(sync.told())
+    before = residuals()
+    assert all(before)
+    move(2)
+    (since,) = sync.told()[met:]
+    donor = sync._serve(0)[1]
+    sync.load_state_dict(kept)
+    sync._load(donor)
+    assert residuals() == [0.0 if index == since["fragment"] else norm for index, norm in enumerate(before)]
+
+
 @pytest.mark.parametrize("offload", [False, True])
 def test_a_message_that_nobody_has_heard_is_not_said(offload: bool, store: Notes, replica: Callable) -> None:
     """With error feedback what a message loses is kept, and taken back where its round went on without it."""

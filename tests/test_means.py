@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -34,7 +36,7 @@ def by_hand(name: str, values: list[Tensor], weights: list[float]) -> Tensor:
         norms = sorted(float(v.norm()) for v in values)
         half = len(norms) // 2
         bound = norms[half] if len(norms) % 2 else (norms[half - 1] + norms[half]) / 2
-        values = [v * min(1.0, bound / float(v.norm())) for v in values]
+        values, weights = [v * min(1.0, bound / float(v.norm())) for v in values], [1] * len(values)
     if name == "radial":
         norms = [float(v.norm()) for v in values]
         direction = torch.stack([w * v / n for v, w, n in zip(values, weights, norms, strict=True)]).sum(0)
@@ -86,6 +88,25 @@ def test_replicas_find_it_together_in_the_bytes_of_the_plan(name: str, codec: st
     for x, _ in found:
         assert torch.equal(x, found[0][0])
         assert torch.allclose(x, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["median", "trimmed", "clipped"])
+def test_no_robust_mean_is_decided_by_a_weight_or_a_value_that_is_not_finite(name: str) -> None:
+    """As a replica may say of itself that it has trained on any number of tokens, and encode what it likes."""
+    honest, mean = [torch.ones(4) for _ in range(4)], options(Mean)[name]
+    mean = mean(0.25) if name == "trimmed" else mean()
+    for lie, weight in (([-50.0] * 4, 1e12), ([math.nan, 1, 1, 1], 1.0), ([math.inf] * 4, 1.0), ([-math.inf] * 4, 1e9)):
+        messages = [*(one.clone() for one in honest), torch.tensor(lie)]
+        found = mean.over(messages, [1.0] * 4 + [weight])
+        assert found.isfinite().all()
+        assert (found - 1).abs().max() <= 0.4 + 1e-6, lie  # a fifth of the members says the opposite, as loudly
+
+
+def test_a_share_counts_as_what_it_is_in_decimals() -> None:
+    values = [torch.tensor([float(i)]) for i in range(100)]
+    values[-29:] = [torch.tensor([1e6])] * 29
+    found = options(Mean)["trimmed"](0.29).over(values, [1] * 100)  # 0.29 * 100 is 28.999999999999996
+    assert found.item() == pytest.approx(sum(range(29, 71)) / 42)
 
 
 @pytest.mark.parametrize("name", ["median", "trimmed", "clipped"])

@@ -666,18 +666,20 @@ class Elastic:
         found = self._together(led)
         return None if found is None else tuple(found)
 
-    def meet(self, payloads: Sequence[Payload], tokens: int, group: Group = list) -> tuple[Round, list[Tensor]] | None:
-        """Take part in the round under way with values that were trained on so many tokens.
+    def meet(
+        self, payloads: Sequence[Payload], tokens: int, group: Group = list, weight: int | None = None
+    ) -> tuple[Round, list[Tensor]] | None:
+        """Take part in the round under way, having trained on so many tokens since the one before.
 
         Returns the round and, for each payload, the mean over those of its members that are in this replica's group,
-        weighted by their tokens; None where the round went on without this replica. Raises CommError as `Member.meet`
-        does, where nothing moves for `Rules.alone_s`, and where `stop` was called.
+        with their weights (`membership.Ready`); None where the round went on without this replica. Raises CommError as
+        `Member.meet` does, where nothing moves for `Rules.alone_s`, and where `stop` was called.
         """
         self._payloads, self._group = payloads, group
         self._means = None
 
         def led() -> dict[str, Any] | None:
-            committed = self._drive(self.member.meet(tokens))
+            committed = self._drive(self.member.meet(tokens, weight))
             return None if committed is None else asdict(committed)
 
         found = self._together(led)
@@ -841,7 +843,7 @@ class Elastic:
         slots = [roll.slot[who] for who in members]
         met = self._group(sorted(slots))
         group = sorted((i for i, slot in enumerate(slots) if slot in met), key=lambda i: slots[i])
-        me, tokens = members.index(self.member.who), [roll.ready[members[i]] for i in group]
+        me, weights = members.index(self.member.who), [roll.weights[members[i]] for i in group]
         attempt, means = _Attempt(self, request), []
         try:
             for payload in self._payloads:
@@ -849,7 +851,7 @@ class Elastic:
                 owned = payload.sections or [(payload.x.numel(), slots)]
                 sections = [(numel, [i for i in group if slots[i] in owners]) for numel, owners in owned]
                 x, codec, seed = payload.x.clone(), payload.codec, payload.seed
-                mean = EncodedMean(x, codec, seed, sections, group, me, tokens, payload.packed, payload.reduce)
+                mean = EncodedMean(x, codec, seed, sections, group, me, weights, payload.packed, payload.reduce)
                 means.append(mean.alone() if len(group) == 1 else mean.over(attempt))
         except NoAnswer as error:
             return error.who.rpartition("/")[0]

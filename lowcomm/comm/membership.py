@@ -51,11 +51,15 @@ class Join:
 
 @dataclass(frozen=True)
 class Ready:
-    """The entry that says that a replica is ready for a round, having trained on so many tokens for it."""
+    """The entry that says that a replica is ready for a round, having trained on so many tokens since the one before.
+
+    weight: what its values weigh, which may be what the round is about has trained for longer; by default the tokens.
+    """
 
     who: str
     round: int
     tokens: int
+    weight: int | None = None
 
 
 @dataclass(frozen=True)
@@ -129,9 +133,9 @@ class Roll:
 
     Attributes: `length` of the log so far; `holder` of each slot, and `slot` of each replica; `awaited`, the slots that
     a round waits for; `version` of each replica; `rounds` that are committed; `ready`, the tokens of the replicas that
-    are ready for the round under way; `members` of the attempt under way, none while the round gathers, and `done`,
-    those of them who have taken all values; `attempt`, how often the round has begun or lost a member; `missed`, rows
-    (who, round, tokens) of tokens that count in no round.
+    are ready for the round under way, and their `weights` in it; `members` of the attempt under way, none while the
+    round gathers, and `done`, those of them who have taken all values; `attempt`, how often the round has begun or lost
+    a member; `missed`, rows (who, round, tokens) of tokens that count in no round.
     """
 
     def __init__(self, slots: int, quorum: int, end: int | None = None):
@@ -143,6 +147,7 @@ class Roll:
         self.version: dict[str, int] = {}
         self.rounds: list[Round] = []
         self.ready: dict[str, int] = {}
+        self.weights: dict[str, int] = {}
         self.members: tuple[str, ...] = ()
         self.done: set[str] = set()
         self.missed: list[tuple[str, int, int]] = []
@@ -205,6 +210,7 @@ class Roll:
         current = self.holds(entry.who) and self.version[entry.who] == self.latest
         if entry.round == len(self.rounds) and current and not self.members:
             self.ready[entry.who] = entry.tokens
+            self.weights[entry.who] = entry.tokens if entry.weight is None else entry.weight
             of_this = self.missed[self._settled :]  # what it trained counts after all
             self.missed[self._settled :] = [row for row in of_this if row[:2] != (entry.who, entry.round)]
             self.awaited.add(self.slot[entry.who])
@@ -252,7 +258,7 @@ class Roll:
             self._gather()
 
     def _gather(self) -> None:
-        self.ready, self.members, self.done = {}, (), set()
+        self.ready, self.weights, self.members, self.done = {}, {}, (), set()
         self.attempt = self._used.get(len(self.rounds), 0)
         self._settled = len(self.missed)
 
@@ -261,6 +267,7 @@ class Roll:
         self.awaited.discard(self.slot[who])
         if who in self.ready:
             self.missed.append((who, len(self.rounds), self.ready.pop(who)))
+            self.weights.pop(who, None)
         if who in self.members:
             self.attempt += 1
             self.members, self.done = (), set()
@@ -444,8 +451,8 @@ class Member:
         if most >= 1:
             yield from self._say(Rollback(len(roll.rounds), roll.rounds[most - 1].id))
 
-    def meet(self, tokens: int) -> Generator[Request, Any, Round | None]:
-        """Take part in the round under way with values that were trained on so many tokens.
+    def meet(self, tokens: int, weight: int | None = None) -> Generator[Request, Any, Round | None]:
+        """Take part in the round under way, having trained on so many tokens; `weight` is as in `Ready`.
 
         Returns the round as it was committed, whose mean is to be applied; None where it went on without this replica,
         which then has to `catch_up`. Raises CommError where it is this replica that does not reach the others: one that
@@ -453,7 +460,7 @@ class Member:
         `Rules.alone_s`.
         """
         roll, number, me = self.roll, len(self.roll.rounds), self.who
-        yield from self._say(Ready(me, number, tokens))
+        yield from self._say(Ready(me, number, tokens, weight))
         closing = waiting = None
         looked = self.now()
         while roll.latest == self.version and roll.holds(me):

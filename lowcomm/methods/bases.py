@@ -124,6 +124,8 @@ def _parts(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> Iterator[tuple[Te
     A matrix has the rows of its first dimension, and a vector is one row.
     """
     for part, shape in zip(flat.split([math.prod(shape) for shape in shapes]), shapes, strict=True):
+        if not part.numel():  # which has no tiles
+            continue
         rows = shape[0] if len(shape) > 1 else 1
         columns = part.numel() // rows
         n, m = tile_side(rows), tile_side(columns)

@@ -1,9 +1,9 @@
 """Local updates of replicas that may leave and come back: DiLoCo, Streaming DiLoCo and NoLoCo that outlive workers.
 
 Every turn of a fragment is a round of `lowcomm.comm.membership`: those who are there average, each weighing as the
-tokens that it has trained on since the round before, and none waits for one that does not answer. A replica that was
-killed, cut off or too slow comes back with the parameters last agreed and the outer state of one that has the latest
-round, while the others go on.
+tokens that it has trained on since that fragment's turn before, and none waits for one that does not answer. A replica
+that was killed, cut off or too slow comes back with the parameters last agreed and the outer state of one that has the
+latest round, while the others go on.
 
     store = lowcomm.elastic_store("head:29400")             kept there by `lowcomm store 29400`
     sync = lowcomm.ElasticUpdates(model, store, slot=2, slots=8, steps=10_000, sync_every_steps=30)
@@ -221,6 +221,7 @@ class ElasticUpdates(Engine):
         self._turns = self.plan.all_turns(steps)
         self.steps_done = self.tokens_read = self.missed = 0
         self._tokens = self._sent_tokens = 0  # since the last turn, and in what is under way
+        self._trained, self._sent_weight = [0] * len(self.fragments), 0  # tokens since each fragment's own last turn
         self.rounds: list[Round] = []
         self._next = 0  # of the turns, the one that this replica sends next
         self.pace = 1.0
@@ -290,8 +291,8 @@ class ElasticUpdates(Engine):
                 f" {m.boundary.replicas}"
             )
         fewest = quorum if m.peers == "all" else min(quorum, m.group_size)
-        if m.slices > 1 and m.peers == "all":  # those who are there may be of other slices
-            fewest = m.slices * max(0, quorum - (self.plan.replicas - self.plan.replicas // m.slices))
+        if m.slices > 1:  # those who are there may be of other slices
+            fewest = m.slices * max(0, fewest - (self.plan.replicas - self.plan.replicas // m.slices))
         check_mean(m, fewest)
         apart = m.sync_every_steps // len(self.plan.fragments)
         if (tau := self.plan.overlap(self.slot)) >= apart:
@@ -417,6 +418,7 @@ class ElasticUpdates(Engine):
         where the others cannot be reached.
         """
         self._tokens += tokens
+        self._trained = [count + tokens for count in self._trained]
         self.tokens_read += tokens
         self.steps_done = self._gap.after_step(self._until, self.pace)
         if self._says(self._watch is not None and self._watch.says_hurry):
@@ -524,8 +526,10 @@ class ElasticUpdates(Engine):
         self.pace = self._gap.pace_after(self.pace)
         self._gap = _Gap(self.steps_done, is_whole=True)
         self.elastic.step = turn.step
-        meeting = self._worker.submit(self._meet, turn, self._payloads(turn), self._tokens)
+        weight = self._trained[turn.fragment]
+        meeting = self._worker.submit(self._meet, turn, self._payloads(turn), self._tokens, weight)
         self._sent_tokens, self._tokens = self._tokens, 0
+        self._sent_weight, self._trained[turn.fragment] = weight, 0
         self._next += 1
         self._under_way = turn.step + (0 if turn.step == self.steps else self.plan.overlap(self.slot)), meeting
         self._begin_watch()
@@ -545,7 +549,7 @@ class ElasticUpdates(Engine):
         fragment.release()
         return found
 
-    def _meet(self, turn: Turn, payloads: list[Payload], tokens: int) -> Round | None:
+    def _meet(self, turn: Turn, payloads: list[Payload], tokens: int, weight: int) -> Round | None:
         """Meet the others in a round, take the outer step with its mean, and return the round; beside the inner steps.
 
         The result is kept for others to fetch, and adopted by `_apply`. None where the round went on without this
@@ -556,7 +560,7 @@ class ElasticUpdates(Engine):
         def group(present: list[int]) -> list[int]:
             return self.plan.group(turn.fragment, turn.number, self.slot, present=present)
 
-        if (met := self.elastic.meet(payloads, tokens, group)) is None:
+        if (met := self.elastic.meet(payloads, tokens, group, weight)) is None:
             return None
         committed, means = met
         mean, peers = (*(value.to(fragment.parameters[0].device) for value in means), None)[:2]
@@ -617,9 +621,11 @@ class ElasticUpdates(Engine):
         if done <= self._next and not self._loaded:  # the round that this replica trains for, or has sent for, is open
             if done < self._next:
                 self._next, self._tokens = done, self._tokens + self._sent_tokens
+                self._trained[self._turns[done].fragment] += self._sent_weight
         else:
             self.steps_done = self._turns[done - 1].step if done else 0
             self._next, self._tokens, self.tokens_read = done, 0, tokens
+            self._trained = [0] * len(self.fragments)
             self._gap = _Gap(self.steps_done, is_whole=done == 0)
         self._begin_watch()
 
@@ -690,9 +696,10 @@ class ElasticUpdates(Engine):
 
     def _load(self, raw: bytes) -> None:
         self._loaded = True
-        own = self._own()
-        if any(self.slot in met.slots for met in self.elastic.roll.rounds if met.id > self._version):
-            for residual in own.values():  # what it kept has been said since, by an earlier start of this slot
+        own, since = self._own(), zip(self._turns, self.elastic.roll.rounds, strict=False)
+        said = {turn.fragment for turn, met in since if met.id > self._version and self.slot in met.slots}
+        for name, residual in own.items():  # what it kept of these an earlier start of this slot has said since
+            if int(name.partition("/")[0]) in said:
                 residual.zero_()
         with self._lock:
             state = self._state(self._version)  # of which fragments that have not changed since are not given again

@@ -53,7 +53,8 @@ class Mean(Choice, ABC):
     def over(self, parts: Iterable[Tensor], weights: Sequence[float]) -> Tensor:
         """Return the mean [n] of the values [n] of the members, which are scratch afterwards.
 
-        weights: one for each member, above 0; for replicas that come and go, the numbers of their tokens.
+        weights: one for each member, 0 or above, of which one is above 0; for replicas that come and go, the numbers of
+            their tokens.
         """
 
 
@@ -120,7 +121,7 @@ class Trimmed(Mean):
     @classmethod
     def check(cls, method: MethodConfig, members: int) -> None:
         """Refuse a share that leaves out no member, or all of them."""
-        if not 1 <= int(method.mean_trim * members) <= (members - 1) / 2:
+        if not 1 <= _count(method.mean_trim, members) <= (members - 1) / 2:
             raise ConfigError(
                 f"method.mean_trim = {method.mean_trim} of {members} members must leave out one at each end, and leave"
                 " one or more"
@@ -128,14 +129,16 @@ class Trimmed(Mean):
 
     def over(self, parts: Iterable[Tensor], weights: Sequence[float]) -> Tensor:
         messages = list(parts)
-        return _middle(messages, min(int(self.share * len(messages)), (len(messages) - 1) // 2))
+        return _middle(messages, min(_count(self.share, len(messages)), (len(messages) - 1) // 2))
 
 
 class Clipped(Mean):
     """The mean of the messages, of which those with a norm above the median norm are scaled down to it first.
 
-    It bounds how far one member can push, not in which direction. The norm is of a whole message: of a fragment, or,
-    where replicas train slices, of a slice of one.
+    It bounds how far one member can push, not in which direction. All members weigh alike, as what they say that they
+    have trained on cannot be checked, and a message with a value that is not finite counts as zero. The norm is of what
+    is reduced at a time: of a fragment; where replicas train slices, of a slice of one; and with a codec that encodes
+    parameters by themselves, of one parameter.
     """
 
     names = ("clipped",)
@@ -150,8 +153,11 @@ class Clipped(Mean):
     def over(self, parts: Iterable[Tensor], weights: Sequence[float]) -> Tensor:
         messages = list(parts)
         norms = torch.stack(torch._foreach_norm(messages))
+        there = norms.isfinite()
+        norms = norms.where(there, 0.0)
         factors = (norms.quantile(0.5) / norms.clamp_min(1e-30)).clamp(max=1.0)
-        return weighted_mean((m * f for m, f in zip(messages, factors, strict=True)), weights)
+        clipped = ((m * f).where(ok, 0.0) for m, f, ok in zip(messages, factors, there, strict=True))
+        return weighted_mean(clipped, [1] * len(messages))
 
 
 class Radial(Mean):
@@ -160,8 +166,8 @@ class Radial(Mean):
         u = sum_m w_m x_m / |x_m|,   mean = (u / |u|) sum_m w_m |x_m| / sum_m w_m
 
     Decoupled DiLoCo (arXiv:2604.21428) averages fragments radially; the formula is inferred from that word. The norm is
-    of a whole message, as for `Clipped`. Messages that cancel have a mean as long as they are, in whatever direction is
-    left of them; so it suits replicas that see much of the same text.
+    of what is reduced at a time, as for `Clipped`. Messages that cancel have a mean as long as they are, in whatever
+    direction is left of them; so it suits replicas that see much of the same text.
     """
 
     names = ("radial",)
@@ -173,6 +179,11 @@ class Radial(Mean):
         length = torch.dot(norms, norms.new_tensor(weights)) / sum(weights)
         direction = weighted_mean((m / n for m, n in zip(messages, norms.clamp_min(1e-30), strict=True)), weights)
         return direction.mul_(length / direction.norm().clamp_min(1e-30))
+
+
+def _count(share: float, members: int) -> int:
+    """Return a share of the members as a number of them, rounded down, but for the rounding of the share itself."""
+    return int(share * members + 1e-9)
 
 
 #: Values of each member that are sorted at a time: sorting takes several times as much memory as they do.
