@@ -32,6 +32,7 @@ from pipelines import launch
 from pipelines.ladder import __main__ as ladder_main
 from pipelines.ladder import workers
 from pipelines.ladder.__main__ import listed, main, prepare
+from pipelines.ladder.carry import carried
 from pipelines.ladder.fits import (
     at_their_best,
     beyond,
@@ -666,6 +667,21 @@ def test_a_point_is_compiled_only_where_there_is_a_compiler(small: Ladder, monke
     monkeypatch.setenv("CXX", sys.executable)
     assert workers.can_compile()
     assert workers.train_point(point, compiled=False)["val_loss"] == plain["val_loss"]  # as for the headline
+
+
+def test_an_origin_is_carried_over_a_change_that_touches_no_bit() -> None:
+    """On a processor that rounds otherwise than the origin's, digests of the code before and after say what changed."""
+    texts = {"python": "3.11.0", "corpora": {"rows": ["x"]}, "smoke": {"rows": ["y"]}}
+    origin = Origin(**texts, probes={"a": {"": "1", "two": "2"}, "b": {"": "3"}}, source="old")
+    before = Origin(**texts, probes={"a": {"": "1", "two": "22"}, "b": {"": "33"}}, source="old")
+    after = Origin(**texts, probes={"a": {"": "1", "two": "22", "new": "4"}, "b": {"": "34"}}, source="new")
+    found, changed = carried(origin, before, after)
+    assert found == Origin(**texts, probes={"a": {"": "1", "two": "2", "new": "4"}, "b": {"": "34"}}, source="new")
+    assert changed == ["b"]
+    with pytest.raises(ConfigError, match="the code as it was has the digest new, and the probes of the points are of"):
+        carried(origin, dataclasses.replace(before, source="new"), after)
+    with pytest.raises(ConfigError, match="on another text here"):
+        carried(origin, before, dataclasses.replace(after, smoke={"rows": ["z"]}))
 
 
 def test_points_of_another_corpus_are_shown_and_not_added_to(small: Ladder, capsys: pytest.CaptureFixture) -> None:

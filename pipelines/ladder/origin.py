@@ -105,5 +105,6 @@ def keep_origin(ladder: Ladder) -> None:
     changed = ["/".join(filter(None, key)) for key, digest in here.digests.items() if before.get(key, digest) != digest]
     if changed:
         print(f"other probes than those of the points, which count as not done: {', '.join(changed)}", flush=True)
+        print("whether it is the code or the processor that changed: python -m pipelines.ladder.carry", flush=True)
     if kept != here:
         here.write(ladder.results)
