@@ -16,12 +16,13 @@ import pytest
 from lowcomm.__main__ import main as lowcomm
 from lowcomm.cost import planner
 from lowcomm.cost.footprint import node_bytes
-from lowcomm.cost.ingredients import Law, Method, Penalties, Penalty
+from lowcomm.cost.ingredients import DEMO_SHAPE, Law, Method, Penalties, Penalty
 from lowcomm.cost.planner import Cluster, Job, front, methods, model_of, plan, run_of, shown
 from lowcomm.cost.predict import Links, message_bytes
 from lowcomm.experiment.data import prepared
 from lowcomm.experiment.project import Project
 from lowcomm.experiment.train import train_in_threads
+from lowcomm.methods.elastic import check_elastic
 from lowcomm.methods.named import DeMo, SparseLoCo
 from lowcomm.model.accounting import parameters, training_flops
 from lowcomm.model.config import ModelConfig
@@ -149,7 +150,10 @@ def test_what_is_newer_than_the_papers_is_tried_where_it_has_been_measured() -> 
     assert run.method == dataclasses.replace(SparseLoCo.default, sync_every_steps=best.sync_every_steps)
     (each_step,) = table[table.demo & (table.replicas == 8)].itertuples()
     run = run_of(planner.method_of(table.loc[each_step.Index]), JOB, 8, 1)
-    assert (run.method, run.train.optimizer) == (DeMo.default, "sgd")
+    assert run.method == dataclasses.replace(DeMo.default, outer_lr_shape=DEMO_SHAPE)
+    assert (run.train.optimizer, run.train.decay, run.train.weight_decay) == ("sgd", "constant", 0.0)
+    ours = LADDER.configs("0.12M")["demo/m2"]  # whose loss it tells
+    assert (ours.method.outer_lr_shape, ours.train.decay) == (run.method.outer_lr_shape, run.train.decay)
 
 
 def test_muons_messages_of_2_bits_are_tried_where_they_have_been_measured() -> None:
@@ -192,6 +196,51 @@ def test_replicas_that_are_not_trusted_have_a_mean_that_none_decides() -> None:
     two = dataclasses.replace(ask, nodes=2)
     with pytest.raises(ConfigError, match="train by local updates, at least three of them"):
         plan(two, JOB, known)
+
+
+@pytest.mark.parametrize("nodes", [3, 4, 5, 8])
+def test_what_it_says_to_elastic_replicas_they_can_do(nodes: int) -> None:
+    """Machines that are not equally fast train as elastic replicas, whose rounds may have half of them."""
+    known = Penalties(_table([*ROWS, ("clipped mean", nodes, 1, SIZE, 0.03, 0.01, "ours")]))
+    uneven = dataclasses.replace(_cluster(10.0, nodes=nodes), slow=1)
+    for cluster in (uneven, dataclasses.replace(uneven, untrusted=True)):
+        table = plan(cluster, JOB, known)
+        elastic = table[table.quorum > 0]
+        assert len(elastic)
+        for row in elastic.itertuples():
+            check_elastic(run_of(planner.method_of(row), JOB, row.replicas, 1).plan(0), row.quorum)
+            flag = f" --quorum {row.quorum} " in f"{planner.command(row, cluster)} "
+            assert flag == (row.quorum != max(1, nodes // 2))
+        assert (table.quorum == 0).sum() == ((table.stages > 1) | (table.sync_every_steps == 0)).sum()
+    assert not plan(dataclasses.replace(uneven, slow=0), JOB, known).quorum.any()
+
+
+def test_turns_that_come_too_soon_for_elastic_replicas_are_left_out() -> None:
+    """Of 48 layers in fragments of 3 a turn comes at every step, before the overlapped one before it has ended."""
+    job = Job(dataclasses.replace(JOB.model, layers=48), 1e9, 256)
+    even = plan(_cluster(10.0, memory_gb=1e3), job, PENALTIES)
+    uneven = plan(dataclasses.replace(_cluster(10.0, memory_gb=1e3), slow=1), job, PENALTIES)
+    soon = "streaming and stages == 1 and sync_every_steps == 30"
+    assert len(even.query(soon))
+    assert not len(uneven.query(soon))
+
+
+def test_messages_that_a_mean_needs_at_once_are_counted() -> None:
+    """Also beside activations, where exchanges overlap; those that are reduced in shares are a fragment together."""
+
+    def held(mean: str, codec: str, replicas: int, *, streaming: bool) -> float:
+        config = run_of(Method(30, streaming=streaming), JOB, replicas, 1)
+        method = dataclasses.replace(config.method, mean=mean, codec=codec, mean_trim=0.25 if mean == "trimmed" else 0)
+        config = dataclasses.replace(config, method=method)
+        fragment = 4 * max(f.numel for f in config.plan(0).fragments)
+        plain = dataclasses.replace(config, method=dataclasses.replace(method, mean="mean", mean_trim=0.0))
+        return (node_bytes(config) - node_bytes(plain)) / fragment
+
+    for mean in ("clipped", "median", "trimmed"):
+        assert held(mean, "e3m0", 8, streaming=True) == pytest.approx(8)  # gathered, and so whole messages
+    assert held("median", "e3m0", 16, streaming=True) == pytest.approx(1)  # in shares
+    assert held("clipped", "e3m0", 16, streaming=True) == pytest.approx(16)
+    assert held("senders", "e3m0", 8, streaming=True) == 0
 
 
 def test_what_does_not_fit_is_left_out_and_slices_make_it_fit() -> None:

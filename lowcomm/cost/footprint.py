@@ -17,6 +17,7 @@ import math
 import torch
 
 from lowcomm.choices import choose
+from lowcomm.comm.shares import encoded_mean_in_shares
 from lowcomm.cost.predict import kinds_of_stage, message_bytes, stage_numel
 from lowcomm.experiment.config import RunConfig
 from lowcomm.methods.boundary import make_boundary
@@ -139,22 +140,35 @@ def _matrices(c: ModelConfig, stage: int, stages: int) -> tuple[int, int]:
     return max(parts.values()), parts.total()
 
 
+def _held_for_mean(plan: Plan, fragment: int) -> int:
+    """Return the bytes of the decoded messages that a mean needs at once; a fragment has so many bytes in fp32.
+
+    Where a mean is reduced in shares, a member has its share of each.
+    """
+    members = plan.peers.most(plan.replicas)
+    if not plan.mean.at_once:
+        return 0
+    in_shares = plan.mean.by_coordinate and encoded_mean_in_shares(fragment // 4, plan.codec, members)
+    return fragment if in_shares else members * fragment
+
+
 def node_bytes(config: RunConfig) -> int:
     """Return the memory, in bytes, of the machine of a run that holds most.
 
     It is the sum of weights, gradients, optimizer and outer state; the largest of activations, the copy of all
     gradients that is averaged, and what an exchange that is waited for holds (a message of a fragment and the mean that
-    comes back, and with a mean that needs them whole the messages of all members); a fragment on its way, where
-    exchanges overlap with training; weights in bf16; errors of messages that are kept; and a subspace's tables.
+    comes back, and with a mean that needs them at once the messages of all members); a fragment on its way, with these
+    messages, where exchanges overlap with training; weights in bf16; errors of messages that are kept; and a subspace's
+    tables.
     """
     most, m = 0, config.method
     for stage in kinds_of_stage(config):
         numel, waited, under_way = stage_numel(config, stage), 0, 0
         if config.exchanges_parameters:
             fragment = 4 * max(f.numel for f in config.plan(stage).fragments)
-            waited, under_way = (0, fragment) if max(m.overlap_steps) > 0 else (2 * fragment, 0)
             plan = config.plan(stage)
-            waited += 0 if plan.mean.by_coordinate else plan.peers.most(config.replicas) * fragment
+            whole = _held_for_mean(plan, fragment)
+            waited, under_way = (0, fragment + whole) if max(m.overlap_steps) > 0 else (2 * fragment + whole, 0)
         copy = 4 * numel * (m.exchange == "gradients" and config.replicas > 1)
         held = stage_memory(config, stage).on_device + max(activation_bytes(config, stage), copy, waited) + under_way
         held += kept_of_messages(config, stage) + cast_bytes(config, stage)

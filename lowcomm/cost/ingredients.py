@@ -131,7 +131,7 @@ class Method:
             return MethodConfig(exchange="gradients", boundary=boundary)
         mean = {"mean": "clipped"} if self.clipped_mean else {}
         if self.demo or self.sparse_messages:
-            named = DeMo.default if self.demo else SparseLoCo.default
+            named = replace(DeMo.default, outer_lr_shape=DEMO_SHAPE) if self.demo else SparseLoCo.default
             return replace(named, sync_every_steps=self.sync_every_steps, route=route, boundary=boundary, **mean)
         found: dict[str, Any] = {"outer": "nesterov", "outer_lr": 0.4, "outer_momentum": 0.9}
         if self.rising_momentum:
@@ -153,6 +153,8 @@ class Method:
         )
 
 
+#: DeMo's outer rate over a run, as factors of what it is set to: a short rise, and what a cosine does from there on.
+DEMO_SHAPE = ("0@0", "1@0.05", "0.85@0.3", "0.5@0.55", "0.18@0.8", "0.05@1")
 #: Ingredients that are the same however many replicas there are.
 OF_NO_REPLICAS = ("subspace", "projection", "Muon")
 #: Amounts at which there is nothing to pay for.

@@ -37,6 +37,7 @@ from lowcomm.cost.ingredients import Method, Penalties, Penalty
 from lowcomm.cost.predict import Links, kinds_of_stage, predict, sent_per_step, stage_flops, stage_numel
 from lowcomm.cost.tables import markdown, si_bytes
 from lowcomm.experiment.config import DataConfig, RunConfig, TrainConfig
+from lowcomm.methods.elastic import least_quorum
 from lowcomm.model.accounting import parameters, training_flops
 from lowcomm.model.config import ModelConfig
 from lowcomm.model.presets import PRESETS
@@ -205,7 +206,8 @@ def run_of(
         accumulation=max(n for n in range(1, min(mine, most) + 1) if mine % n == 0),
         recompute=recompute,
         precision="bf16",
-        **({"optimizer": "muon", "muon_lr": MUON_LR} if method.muon else {"optimizer": "sgd"} if method.demo else {}),
+        **({"optimizer": "muon", "muon_lr": MUON_LR} if method.muon else {}),
+        **({"optimizer": "sgd", "decay": "constant", "weight_decay": 0.0} if method.demo else {}),
     )
     settings = method.settings(job.model, stages)
     if settings.boundary.update_every_steps >= steps:  # a run too short for its subspace to move
@@ -230,10 +232,11 @@ def plan(cluster: Cluster, job: Job, penalties: Penalties) -> pd.DataFrame:
     (`days_to_equal_loss_high`), so that what few or distant runs say comes late.
 
     Columns: method, its ingredients (as `Method`), replicas, stages, width, global_batch, micro_batches, recompute,
-    step_seconds, utilisation, bytes_per_token (of all machines, by both axes), memory_gb, days, cost, loss_percent (the
-    penalty), loss_deviation, extrapolated, days_to_equal_loss (and _low, _high), front (`known_front`). The table is
-    empty where nothing fits; then `attrs["least"]` has the row that needs least memory. Raises ConfigError where there
-    is no configuration at all, whatever the memory.
+    step_seconds, utilisation, bytes_per_token (of all machines, by both axes), memory_gb, quorum (the least of elastic
+    replicas, as machines that are not equally fast want; 0 for others), days, cost, loss_percent (the penalty),
+    loss_deviation, extrapolated, days_to_equal_loss (and _low, _high), front (`known_front`). The table is empty where
+    nothing fits; then `attrs["least"]` has the row that needs least memory. Raises ConfigError where there is no
+    configuration at all, whatever the memory.
     """
     rows, least, refused, numel = [], None, ConfigError("no grid of replicas and stages"), parameters(job.model).total
     if cluster.untrusted:
@@ -252,14 +255,15 @@ def plan(cluster: Cluster, job: Job, penalties: Penalties) -> pd.DataFrame:
                     config = run_of(method, job, replicas, stages, recompute=True, width=width)
                     gb = _held_gb(config, width)
                 penalty = penalties.of(method, replicas, stages, numel)
+                quorum = least_quorum(config.plan(0)) if is_elastic(cluster, method, stages) else 0
             except ConfigError as error:
                 refused = error
                 continue
             back = penalties.buy_back(penalty, numel, job.tokens)
             if gb <= cluster.memory_gb:
-                rows.append(_row(cluster, method, config, gb, width, penalty, back))
+                rows.append(_row(cluster, method, config, gb, quorum, width, penalty, back))
             elif least is None or gb < least[0]:
-                least = gb, (cluster, method, config, gb, width, penalty, back)
+                least = gb, (cluster, method, config, gb, quorum, width, penalty, back)
     if least is None and not rows:
         raise ConfigError(f"{cluster.nodes} nodes have no configuration: {refused}")
     table = pd.DataFrame(rows)
@@ -269,6 +273,14 @@ def plan(cluster: Cluster, job: Job, penalties: Penalties) -> pd.DataFrame:
     table["front"] = known_front(table)
     order = ["days_to_equal_loss_high", "days_to_equal_loss", "days"]
     return table.sort_values(order, kind="stable").reset_index(drop=True)
+
+
+def is_elastic(cluster: Cluster, method: Method, stages: int) -> bool:
+    """Tell whether a row is to be trained by elastic replicas, each of which computes as fast as it can.
+
+    These are whole models that train by local updates on machines that are not equally fast.
+    """
+    return bool(cluster.slow and method.sync_every_steps and stages == 1)
 
 
 def grids(cluster: Cluster, layers: int) -> Iterator[tuple[int, int, int]]:
@@ -307,6 +319,7 @@ def _row(
     method: Method,
     config: RunConfig,
     memory_gb: float,
+    quorum: int,
     width: int,
     penalty: Penalty,
     back: tuple[float, float, float],
@@ -334,6 +347,7 @@ def _row(
         "utilisation": float(expected.utilisation) / slower,
         "bytes_per_token": sum(sent_per_step(config)) / (config.train.global_batch * config.train.seq_len),
         "memory_gb": memory_gb,
+        "quorum": quorum,
         "days": days,
         "cost": days * 24 * cluster.nodes * cluster.price_per_node_hour,
         "loss_percent": 100 * math.expm1(penalty.log_ratio),
@@ -565,7 +579,7 @@ def write_project(row: Any, job: Job, folder: Path) -> None:
     train = replace(
         config.train,
         lr=LEARNING_RATE,
-        warmup_steps=steps // 20,
+        warmup_steps=0 if config.train.decay == "constant" else steps // 20,
         eval_every=max(1, steps // 20),
         eval_sequences=row.replicas * max(1, 256 // row.replicas),
         compile=row.stages == 1,
@@ -596,12 +610,13 @@ def command(row: Any, cluster: Cluster) -> str:
     Where machines are not equally fast and whole models train by local updates, there are two: one starts the store,
     the other is run on each machine, with a slot of its own.
     """
-    if cluster.slow and row.sync_every_steps and row.stages == 1:
+    if row.quorum:
+        quorum = f" --quorum {row.quorum}" if row.quorum != max(1, row.replicas // 2) else ""
         gpu = "CUDA_VISIBLE_DEVICES=K " if cluster.per_box > 1 else ""
         where = f"and K from 0 to {cluster.per_box - 1} in each box" if gpu else "on each"
         return (
             "lowcomm store 29400     # on a machine that stays\n"
-            f"{gpu}lowcomm train planned --store THAT-MACHINE:29400 --slot N"
+            f"{gpu}lowcomm train planned --store THAT-MACHINE:29400 --slot N{quorum}"
             f"     # N from 0 to {row.replicas - 1}, {where}"
         )
     boxes = cluster.nodes // cluster.per_box

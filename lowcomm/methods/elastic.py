@@ -36,6 +36,7 @@ trains slice k mod N, and a slice none of whose owners is in a round has an oute
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -145,6 +146,54 @@ class _Watch:
         return 0.0 if self._since is None else time.monotonic() - self._since
 
 
+def check_elastic(plan: Plan, quorum: int, slot: int = 0) -> None:
+    """Raise ConfigError for choices that do not go together with replicas that come and go.
+
+    Args:
+        plan: what the replicas exchange where all slots are taken.
+        quorum: the least number of replicas that a round has.
+        slot: the slot of the replica that asks, whose overlap is its own.
+    """
+    m = plan.method
+    if m.trainable == "next_fragment":
+        raise ConfigError("elastic replicas do not freeze fragments: not method.trainable = next_fragment")
+    if m.record_cosine:
+        raise ConfigError("method.record_cosine asks for what other replicas have, who may be gone")
+    if m.trainable == "slice" and plan.outer.sends_parameters:
+        raise ConfigError(
+            f"elastic replicas that train slices send outer gradients: not method.outer = {m.outer}, as nobody may"
+            " be there to send the parameters of a slice"
+        )
+    if m.boundary.replicas:
+        raise ConfigError(
+            f"elastic replicas all compress between their stages, or none does: not method.boundary.replicas ="
+            f" {m.boundary.replicas}"
+        )
+    fewest = quorum if m.peers == "all" else min(quorum, m.group_size)
+    if m.slices > 1:  # those who are there may be of other slices
+        fewest = m.slices * max(0, fewest - (plan.replicas - plan.replicas // m.slices))
+    check_mean(m, fewest)
+    apart = m.sync_every_steps // len(plan.fragments)
+    if (tau := plan.overlap(slot)) >= apart:
+        raise ConfigError(
+            f"method.overlap_steps = {tau} is no less than the {apart} steps between two turns: elastic rounds come"
+            " one after the other"
+        )
+
+
+def least_quorum(plan: Plan) -> int:
+    """Return the least quorum, from half of the slots on, with which `check_elastic` passes.
+
+    Raises its ConfigError where none does.
+    """
+    for quorum in range(max(1, plan.replicas // 2), plan.replicas):
+        with contextlib.suppress(ConfigError):
+            check_elastic(plan, quorum)
+            return quorum
+    check_elastic(plan, plan.replicas)
+    return plan.replicas
+
+
 class ElasticUpdates(Engine):
     """Local updates of one replica among those that come and go.
 
@@ -214,7 +263,7 @@ class ElasticUpdates(Engine):
         self.named = named_parameters(model, trained=method.trainable != "slice")
         shapes = {name: tuple(p.shape) for name, p in self.named.items()}
         self.plan = Plan(shapes, method, slots, seed=seed, layers=layers)
-        self._check(quorum)
+        check_elastic(self.plan, quorum, slot)
         self.fragments = fragment_states(self.plan, self.named, slot)
         self.one_model = self.plan.peers.one_model
         self.constrain = constrain if self.plan.may_leave_subspace else None
@@ -272,34 +321,6 @@ class ElasticUpdates(Engine):
         `known` is as for the constructor, `notes` and `slot` included.
         """
         return cls(model, known.pop("notes"), method=method, world=world, **known)
-
-    def _check(self, quorum: int) -> None:
-        """Raise ConfigError for choices that do not go together with replicas that come and go."""
-        m = self.method
-        if m.trainable == "next_fragment":
-            raise ConfigError("elastic replicas do not freeze fragments: not method.trainable = next_fragment")
-        if m.record_cosine:
-            raise ConfigError("method.record_cosine asks for what other replicas have, who may be gone")
-        if m.trainable == "slice" and self.plan.outer.sends_parameters:
-            raise ConfigError(
-                f"elastic replicas that train slices send outer gradients: not method.outer = {m.outer}, as nobody may"
-                " be there to send the parameters of a slice"
-            )
-        if m.boundary.replicas:
-            raise ConfigError(
-                f"elastic replicas all compress between their stages, or none does: not method.boundary.replicas ="
-                f" {m.boundary.replicas}"
-            )
-        fewest = quorum if m.peers == "all" else min(quorum, m.group_size)
-        if m.slices > 1:  # those who are there may be of other slices
-            fewest = m.slices * max(0, fewest - (self.plan.replicas - self.plan.replicas // m.slices))
-        check_mean(m, fewest)
-        apart = m.sync_every_steps // len(self.plan.fragments)
-        if (tau := self.plan.overlap(self.slot)) >= apart:
-            raise ConfigError(
-                f"method.overlap_steps = {tau} is no less than the {apart} steps between two turns: elastic rounds come"
-                " one after the other"
-            )
 
     def _check_turns(self, world: World) -> None:
         """Raise ConfigError at all stages where they do not take turns after the same steps."""

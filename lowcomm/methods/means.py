@@ -35,10 +35,12 @@ class Mean(Choice, ABC):
         is_ordinary: whether it is the mean that `World.mean` computes.
         by_coordinate: whether each value depends on the members' values in its place alone, so that each member can
             compute a share of the values; else each member needs all messages whole.
+        at_once: whether the values of all members are held at once, or one member's after the other's.
     """
 
     is_ordinary: ClassVar[bool] = False
     by_coordinate: ClassVar[bool] = True
+    at_once: ClassVar[bool] = True
 
     @classmethod
     def of(cls, method: MethodConfig) -> Mean:
@@ -63,6 +65,7 @@ class Ordinary(Mean):
 
     names = ("mean",)
     is_ordinary = True
+    at_once = False
 
     def over(self, parts: Iterable[Tensor], weights: Sequence[float]) -> Tensor:
         return weighted_mean(parts, weights)
@@ -75,6 +78,7 @@ class OfSenders(Mean):
     """
 
     names = ("senders",)
+    at_once = False
 
     def over(self, parts: Iterable[Tensor], weights: Sequence[float]) -> Tensor:
         total = sent = None
