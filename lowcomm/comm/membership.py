@@ -53,7 +53,8 @@ class Join:
 class Ready:
     """The entry that says that a replica is ready for a round, having trained on so many tokens since the one before.
 
-    weight: what its values weigh, which may be what the round is about has trained for longer; by default the tokens.
+    weight: that of its values in the mean, by default the tokens. It is another number where the round is of something
+    that was exchanged longer ago than in the round before.
     """
 
     who: str
