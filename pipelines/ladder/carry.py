@@ -88,7 +88,7 @@ def carry(ladder: Ladder, checkout: Path) -> list[str]:
         raise ConfigError(f"no origin.json in {ladder.results}: there are no points yet")
     source, probes = probes_of(checkout)
     write_digests(ladder.project)
-    after = Origin.here(ladder)
+    after = Origin.of_probes(ladder, origin.python, origin.corpora)  # which it needs no points' text for
     found, changed = carried(origin, dataclasses.replace(after, source=source, probes=probes), after)
     found.write(ladder.results)
     write_digests(ladder.project, known=found.digests)

@@ -48,15 +48,16 @@ class Origin:
 
         Raises ConfigError where a corpus is missing.
         """
-        corpora = ladder.params["corpora"]
+        corpora = {name: ladder.corpus(name, ladder.first_rung) for name in ladder.params["corpora"]}
+        return cls.of_probes(ladder, platform.python_version(), corpora)
+
+    @classmethod
+    def of_probes(cls, ladder: Ladder, python: str, corpora: dict[str, list[str]]) -> Origin:
+        """Return an origin with the probes, their text and the code as they are here, and corpora that are known."""
+        smoke = {name: ladder.corpus(name, SCALE) for name in ladder.params["corpora"]}
         files = {path.stem: path for path in sorted((ladder.build / "probes").glob("*.json"))}
-        return cls(
-            platform.python_version(),
-            {name: ladder.corpus(name, ladder.first_rung) for name in corpora},
-            {name: ladder.corpus(name, SCALE) for name in corpora},
-            {run: json.loads(path.read_text()) for run, path in files.items()},
-            source_digest(),
-        )
+        probes = {run: json.loads(path.read_text()) for run, path in files.items()}
+        return cls(python, corpora, smoke, probes, source_digest())
 
     @classmethod
     def read(cls, results: Path) -> Origin | None:
