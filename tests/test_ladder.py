@@ -857,7 +857,7 @@ def test_headlines_are_of_the_largest_tuned_rung_that_has_them(small: Ladder) ->
         write_whole(
             point.file, json.dumps({"val_loss": 3.0, "seed": point.seed, "tokens": 100, "parameters": 10, "values": {}})
         )
-    assert told_over(small, "diloco/m4", "plain", seeds=1).endswith("; diloco/m4 has the rates of diloco/m2")
+    assert told_over(small, "diloco/m4", "plain", seeds=1).endswith("seeds, diloco/m4 at the rates of diloco/m2)")
     shutil.rmtree(small.results / "points" / "a" / "diloco" / "m4")
     told = told_over(small, "diloco/m2", "plain", seeds=1)
     assert re.fullmatch(

@@ -218,20 +218,23 @@ def told_over(ladder: Ladder, one: str, other: str, *, seeds: int | Sequence[int
     """Say what a row loses over another where both are at their best, and at the sizes beyond.
 
     It is as in "by +3.66 (0.75 to 6.64) % at 0.33M (5 seeds) and by +2.54 (-4.29 to 9.87) % at 1.05M, with the rates of
-    0.33M (3 seeds)", and says so where no rung has enough seeds of both, or where one of them has no lines of its own
-    and so the rates of another row. `seeds` is as in `at_their_best`.
+    0.33M (3 seeds)", and says so where no rung has enough seeds of both, or where a row has no lines of its own and so
+    the rates of another. `seeds` is as in `at_their_best`.
     """
     try:
         rung, best = at_their_best(ladder, (one, other), seeds=seeds)
     except TooFewSeeds:
         return "by an amount that is not known yet (no size has enough seeds of both)"
     places = {rung: best} | beyond(ladder, (one, other), rung, seeds=seeds)
-    told = " and ".join(
-        f"by {c.over(one, other, 2)} at {ladder.plan.rungs[name].called} ({c.told_seeds(one, other)})"
+    taken: dict[str, list[str]] = {}
+    for row in (one, other):
+        if (at := ladder.plan.tuned_as(row)) != row:
+            taken.setdefault(at, []).append(row)
+    rates = "".join(f", {' and '.join(rows)} at the rates of {at}" for at, rows in taken.items())
+    return " and ".join(
+        f"by {c.over(one, other, 2)} at {ladder.plan.rungs[name].called} ({c.told_seeds(one, other)}{rates})"
         for name, c in places.items()
     )
-    taken = {row: at for row in (one, other) if (at := ladder.plan.tuned_as(row)) != row}
-    return told + "".join(f"; {row} has the rates of {at}" for row, at in taken.items())
 
 
 def each_at_its_best(
