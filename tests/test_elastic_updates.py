@@ -375,7 +375,7 @@ def test_one_that_misses_a_round_as_it_finishes_trains_on(replica: Callable) -> 
 
 @pytest.mark.parametrize("peers", [{"peers": "all"}, {"peers": "group", "group_size": 6}])
 def test_a_robust_mean_needs_owners_whoever_is_there(peers: dict[str, Any], store: Notes) -> None:
-    """Of 12 slots in 2 slices the 6 that a round needs may all be of one slice but for one."""
+    """A round needs 6 of 12 slots that train 2 slices, and all of these 6 may be owners of one and the same slice."""
     notes, robust = elastic_store(f"127.0.0.1:{store.port}"), {"mean": "median"} | peers | {"outer": "heavy_ball"}
     grid = {"slots": 12, "steps": STEPS, "quorum": 6, "rules": PATIENT} | ALL["partial"] | robust
     with pytest.raises(ConfigError, match="method.mean = median needs 3 members or more"):
@@ -394,7 +394,7 @@ OF_HALVES = {"sync_every_steps": 4, "fragments": "balanced", "fragment_count": 2
 
 
 def test_a_fragment_weighs_as_what_it_was_trained_on_since_its_own_turn(replica: Callable) -> None:
-    """Two slots, of which one moves by 1 in each step on 10 tokens, and the other stays on 30: a mean moves by 1/4."""
+    """Where one slot moves by 1 on 10 tokens in each step, and the other stays on 30, a mean moves by 1/4 per step."""
     plain_sum = {"outer": "heavy_ball", "outer_lr": 1.0, "outer_momentum": 0.0}
 
     def one(slot: int) -> tuple[list[float], ElasticUpdates]:

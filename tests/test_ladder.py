@@ -766,7 +766,7 @@ def test_a_point_that_fails_holds_nobody_up(small: Ladder) -> None:
 
 
 def test_a_point_that_fails_stops_no_other(small: Ladder, capsys: pytest.CaptureFixture) -> None:
-    """As a result that diverges: all others are done, and then it is named."""
+    """Where a result diverges, all other points are trained first, and then the command names it and fails."""
     tuned = {"plain": {"values": {"lr": 1e30}, "trials": 1}, "diloco/m2": {"values": {"lr": 0.01}, "trials": 1}}
     write_whole(small.tuned_file("a"), yaml.safe_dump(tuned))
     assert main(["train", "a", "plain", "diloco/m2"], small) == 1

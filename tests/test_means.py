@@ -92,7 +92,7 @@ def test_replicas_find_it_together_in_the_bytes_of_the_plan(name: str, codec: st
 
 @pytest.mark.parametrize("name", ["median", "trimmed", "clipped"])
 def test_no_robust_mean_is_decided_by_a_weight_or_a_value_that_is_not_finite(name: str) -> None:
-    """As a replica may say of itself that it has trained on any number of tokens, and encode what it likes."""
+    """A replica may say that it has trained on any number of tokens, and it may encode any values."""
     honest, mean = [torch.ones(4) for _ in range(4)], options(Mean)[name]
     mean = mean(0.25) if name == "trimmed" else mean()
     for lie, weight in (([-50.0] * 4, 1e12), ([math.nan, 1, 1, 1], 1.0), ([math.inf] * 4, 1.0), ([-math.inf] * 4, 1e9)):

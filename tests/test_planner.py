@@ -216,7 +216,7 @@ def test_what_it_says_to_elastic_replicas_they_can_do(nodes: int) -> None:
 
 
 def test_turns_that_come_too_soon_for_elastic_replicas_are_left_out() -> None:
-    """Of 48 layers in fragments of 3 a turn comes at every step, before the overlapped one before it has ended."""
+    """With 48 layers in fragments of 3 there is a turn at each step, at which the turn before is still under way."""
     job = Job(dataclasses.replace(JOB.model, layers=48), 1e9, 256)
     even = plan(_cluster(10.0, memory_gb=1e3), job, PENALTIES)
     uneven = plan(dataclasses.replace(_cluster(10.0, memory_gb=1e3), slow=1), job, PENALTIES)
@@ -226,7 +226,7 @@ def test_turns_that_come_too_soon_for_elastic_replicas_are_left_out() -> None:
 
 
 def test_messages_that_a_mean_needs_at_once_are_counted() -> None:
-    """Also beside activations, where exchanges overlap; those that are reduced in shares are a fragment together."""
+    """They are held beside activations where exchanges overlap; reduced in shares, they take as much as a fragment."""
 
     def held(mean: str, codec: str, replicas: int, *, streaming: bool) -> float:
         config = run_of(Method(30, streaming=streaming), JOB, replicas, 1)

@@ -237,7 +237,7 @@ def test_committed_results_are_those_of_the_committed_code() -> None:
 
 
 def test_the_readme_shows_rows_of_one_size() -> None:
-    """What leaves a choice out is at another size, where its losses are not to be held against those of the others."""
+    """Rows that leave a choice out are of another size, so that their losses must not stand beside the others'."""
     shown = pd.DataFrame({"": ["one", "all", "all", "without"], "size": ["b", "b", "a", "a"], "loss": [1, 2, 3, 4]})
     told = of_one_size(f"**Title**\n\n{markdown(shown)}\n")
     assert told == f"**Title**\n\n{markdown(shown[:2])}\n"
