@@ -299,6 +299,7 @@ def endure(
             thread.join(60)
     if failed:
         raise failed[0]
+    run.check()  # as the last to end may have failed since it was looked at
     look()
     return sorted(happened, key=lambda fault: fault["at"])
 

@@ -165,8 +165,8 @@ def node_bytes(config: RunConfig) -> int:
     for stage in kinds_of_stage(config):
         numel, waited, under_way = stage_numel(config, stage), 0, 0
         if config.exchanges_parameters:
-            fragment = 4 * max(f.numel for f in config.plan(stage).fragments)
             plan = config.plan(stage)
+            fragment = 4 * max(f.numel for f in plan.fragments)
             whole = _held_for_mean(plan, fragment)
             waited, under_way = (0, fragment + whole) if max(m.overlap_steps) > 0 else (2 * fragment + whole, 0)
         copy = 4 * numel * (m.exchange == "gradients" and config.replicas > 1)
