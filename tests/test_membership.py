@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -322,6 +323,20 @@ def test_a_donor_that_does_not_answer_is_passed_over_and_a_newcomer_whom_nothing
     assert steps.send(True) == Fetch("a")
     with pytest.raises(CommError, match="c2 has asked a in vain: can it reach its address"):
         steps.send(NO_ANSWER)
+
+
+def test_donors_to_each_of_whom_something_happened_are_asked_once_more() -> None:
+    roll = folded(*JOINED, *READY, *(Done(who, 0, 1) for who in "abc"), Join("c2", 2, 0))
+    times = Counter[str]()
+
+    def only_the_second_time(request: Fetch) -> int:
+        times[request.donor] += 1
+        return roll.latest if times[request.donor] == 2 else NO_ANSWER
+
+    member = Member("c2", 2, roll, lambda: 0.0, Rules())
+    assert driven(member.catch_up(), roll, only_the_second_time) is True
+    assert sorted(times.values()) == [1, 2]
+    assert roll.donors() == ["a", "b", "c2"]
 
 
 def driven(steps: Generator, roll: Roll, answers: Callable, then: Callable[[], None] = lambda: None) -> Any:

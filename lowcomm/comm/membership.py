@@ -29,6 +29,7 @@ of faults can be repeated.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -384,12 +385,12 @@ class Member:
         Where there has been no donor for three times `Rules.timeout_s`, this replica makes all go back to the latest
         round that somebody has (`Rollback`). Returns True when it has the latest round and is awaited; False where its
         slot has another holder, and where the run is over and nobody is left who has its end. Raises CommError where it
-        is this replica that reaches nobody, or that no answer reaches: all of several donors have been asked in vain,
-        or a single one has, was called lost for that, and has spoken in the log since; one that could not even be asked
-        is then tried for `Rules.timeout_s`.
+        is this replica that reaches nobody, or that no answer reaches: all of several donors have been asked twice in
+        vain, as faults of their own may have befallen all of them once, or a single one has, was called lost for that,
+        and has spoken in the log since; one that could not even be asked is then tried for `Rules.timeout_s`.
         """
         roll, alone_since = self.roll, None
-        deaf: set[str] = set()
+        in_vain = Counter[str]()  # how often each donor was asked without an answer
         called_lost: dict[str, float] = {}  # when
         while True:
             while not (yield Look()):
@@ -404,15 +405,15 @@ class Member:
                 continue
             if donors := [who for who in roll.donors() if who != self.who]:
                 alone_since, key = None, roll.key
-                unasked = [who for who in donors if who not in deaf]
-                if not unasked and len(donors) > 1:
+                least = min(in_vain[who] for who in donors)
+                if least >= 2 and len(donors) > 1:
                     raise CommError(f"{self.who} has asked {', '.join(donors)} in vain: can they reach its address?")
-                donors = unasked or donors
+                donors = [who for who in donors if in_vain[who] == least]
                 donors = [who for who in donors if who not in called_lost] or donors
                 donor = donors[(self.slot + roll.length) % len(donors)]
                 version = yield Fetch(donor)
                 if version == NO_ANSWER and len(roll.donors()) > 1:
-                    deaf.add(donor)
+                    in_vain[donor] += 1
                     continue
                 if version in (None, NO_ANSWER):
                     if donor not in called_lost:
@@ -421,7 +422,7 @@ class Member:
                     elif version == NO_ANSWER or self.now() - called_lost[donor] > self.rules.timeout_s:
                         raise CommError(f"{self.who} has asked {donor} in vain: can it reach its address?")
                     continue
-                deaf.clear()
+                in_vain.clear()
                 called_lost.clear()
                 if roll.rounds_of(version) > roll.rounds_of(self.version):
                     self.version = version
