@@ -98,20 +98,32 @@ def ladder() -> list[Path]:
 
 
 #: What stands above the ladder's tables, below what models and text are.
-ROWS_ARE = (
-    "A row is a method and its variant: m2 is 2 replicas, h30 an exchange every 30 steps, half a replica that trains"
-    " half of the MLPs, eighth a subspace of an eighth of the width. data_parallel/batch is what gaps are to,"
-    " data_parallel/doubled the same with twice the batch; averaging is local updates whose parameters are averaged;"
-    " partial is local updates with slices of the MLPs (partial_heads: and of the heads), protocol a pipeline through a"
-    " subspace, lossy one that rounds, drops or projects what crosses, together all four papers at once (without_: one"
-    " choice left out). muon is Muon inside, muloco DiLoCo with Muon inside, sparse"
-    " SparseLoCo, demo DeMo, gasloc GASLoC, selective a pipeline of which only some replicas compress, projected one"
-    " through a projection, hundred DiLoCo with Muon inside and few bytes on both axes; unlike is text that replicas"
-    " do not share, honest and lying are 8 replicas of which none, or one, sends nonsense. The gap is the loss over"
-    " that of data-parallel training of the same batch and steps, seed by seed. lr: inner learning rate; gain: outer"
-    " rate / (1 - outer momentum); rise: share of the run in which the momentum rises from 0; embedding: its initial"
-    " deviation; muon: Muon's rate. Sizes are parameters."
-)
+ROWS_ARE = """
+A row is a method and its variant, as in `diloco/m2`. Variants that more than one method has: `m2` is 2 replicas,
+`h30` a round of 30 steps, `rising_momentum` (`m1_rising`) an outer momentum that rises from 0, `unlike` text that
+replicas do not share, `long` twice the steps.
+
+- `data_parallel`: `batch` is what gaps are to, `doubled` has twice the batch in half the steps.
+- `averaging`: local updates whose parameters are averaged.
+- `diloco`, `streaming`, `noloco`: as in their papers; `heavy_ball` in place of Nesterov's momentum;
+  `falling_momentum` and `falling_rate` follow points of the run; `unmixed` and `mixed` are without and with an alpha
+  of 0.5; `everyone` in place of pairs; an eighth of the values is sent in `topk` (the largest), `dropout` (drawn) and
+  `dare` (drawn and enlarged); `radial` means average lengths and directions apart.
+- `muon`: data-parallel training with Muon. `muloco`: DiLoCo with Muon inside; `two_bits` with error feedback.
+- `partial`: local updates in which a replica trains a slice of the MLPs (`partial_heads`: and of the heads), the
+  `whole` of them, a `half`, a `quarter` or an `eighth`; `_32` with 32 replicas.
+- `protocol`: a pipeline through a subspace of an `eighth` or a `quarter` of the width. `lossy`: one that rounds,
+  drops or projects what crosses. `projected`: one of another model, through a projection. `selective`: SparseLoCo in
+  which `all` replicas, or `half` of them, compress between their stages through a subspace.
+- `together`: `all` four papers at once; `without_` one of their choices.
+- `sparse`: SparseLoCo. `demo`: DeMo. `gasloc`: GASLoC. `hundred`: DiLoCo with Muon inside and few bytes on both axes.
+- `honest`, `lying`, `loud`: 8 replicas, of which none lies, or one sends its outer gradient times -1 or times -8; the
+  variant is their mean, or another method that they train by.
+
+The gap is the loss over that of data-parallel training of the same batch and steps, seed by seed. lr: inner learning
+rate; gain: outer rate / (1 - outer momentum); rise: share of the run in which the momentum rises from 0; embedding:
+its initial deviation; muon: Muon's rate. Sizes are parameters.
+""".strip()
 
 
 def ladder_intro() -> str:
@@ -131,13 +143,18 @@ def ladder_intro() -> str:
 
 
 def _of_sizes() -> str:
-    """Say how many sizes the ladder has, and which of them have the rounds and the seeds that a claim needs."""
-    rows = ladder_table("gaps")
-    told = rows[rows.method.isin(MAIN_ROWS)]
-    several = told[(told.seeds >= HEADLINE.seeds) & (told.rounds >= HEADLINE.rounds)]
-    is_are = "is" if several.rung.nunique() == 1 else "are"
-    which = f", of which {listed(several.rung)} {is_are} in that regime for most methods" if len(several) else ""
-    return f"What methods lose at {rows.rung.nunique()} sizes{which}: [the ladder](ladder/README.md)."
+    """Say at how many sizes the ladder trains, and how many of its main rows have at each what a claim needs."""
+    rows, told = ladder_table("gaps"), []
+    for name in rows.rung.unique():
+        main = rows[(rows.rung == name) & rows.method.isin(MAIN_ROWS)]
+        enough = (main.seeds >= HEADLINE.seeds) & ~(main.rounds < HEADLINE.rounds)  # a pipeline alone has no rounds
+        rung = LADDER.plan.rungs[name]
+        note = "" if rung.tuned_at == name else ", where no claim is judged"
+        told.append(f"{enough.sum()} of {len(main)} at {rung.called}{note}")
+    return (
+        f"[The ladder](ladder/README.md) trains methods at {len(told)} sizes. Of its main rows these have the seeds and"
+        f" the rounds that a claim needs: {'; '.join(told)}."
+    )
 
 
 def index(everything: dict[tuple[str, str], dict[Path, list[tuple[Claim, str]]]]) -> str:
@@ -150,17 +167,21 @@ def index(everything: dict[tuple[str, str], dict[Path, list[tuple[Claim, str]]]]
         "",
         "Generated by `python -m pipelines.index`; every number comes from a run or a closed form. Each paper has a"
         " page with its tables and figures, ours beside the paper's; here is what they say of its claims. All are"
-        " judged by one rule (`pipelines/verdicts.py`): runs are compared in pairs of one seed by Student's t, at"
-        " the largest size that has its own rates and enough seeds of both (larger ones, with the rates of another"
-        " size, are shown beside it and not judged), claims"
-        f" of no loss with a margin of {100 * MARGIN:g} % where no other is named, what a run shows by itself is asked"
-        " of every seed, closed forms, simulations and counts are held against what stands beside the claim on its"
-        " paper's page, all tests of a paper are corrected"
-        f" for their number (Holm), and an effect is the paper's where it is within a factor of {FACTOR:g} of it. Where"
-        " our runs have too few seeds, outer rounds, tokens per parameter, or tokens per replica and step for a claim,"
-        " they are shown and it is not judged: it is outside this regime. Our models are a hundred and more times"
-        " smaller than the papers', which this rule does not ask about: a claim that is not borne out is not borne out"
-        " of models of this size.",
+        " judged by one rule (`pipelines/verdicts.py`):",
+        "",
+        "- What compares methods is judged by pairs of runs of one seed, with Student's t, at the largest size that has"
+        " its own rates and enough seeds of both. Larger sizes, with the rates of another, are shown beside it and not"
+        " judged.",
+        f"- No loss means no more than {100 * MARGIN:g} % of it, where no other margin is named. An effect is the"
+        f" paper's where it is within a factor of {FACTOR:g} of it.",
+        "- What a run shows by itself must hold for every seed. Closed forms, simulations and counts are held against"
+        " what stands beside the claim on its paper's page.",
+        "- All tests of a paper are corrected for their number (Holm).",
+        "- Where our runs have too few seeds, outer rounds, tokens per parameter, or tokens per replica and step for a"
+        ' claim, they are shown and it is not judged: it is outside this regime. "13.3 of 40 rounds" says that they'
+        " had 13.3, and that the claim needs 40.",
+        "- Our models are a hundred and more times smaller than the papers', which this rule does not ask about: a"
+        " claim that is not borne out is not borne out of models of this size.",
         "",
     ]
     if ladder():

@@ -61,7 +61,8 @@ def ladder_headline() -> str:
             "Bytes are a closed form, beside data-parallel training in fp32, and beside a dense pipeline where there is"
             " none between stages. Loss is over that of data-parallel training of the same seeds, batch and steps, at"
             f" {gaps.tokens_per_parameter.median():.0f} tokens per parameter, with the 95 % interval of pairs; of fewer"
-            f" than {HEADLINE.seeds} seeds there is the mean alone. All rates are tuned by one rule.{_seeds_apart()}"
+            f" than {HEADLINE.seeds} seeds there is the mean alone. Rates are tuned by one rule, at each size whose"
+            f" column does not say otherwise. {_common_spread()}{_seeds_apart()}"
             f"{_what_bands_are(gaps)}{_whether_gaps_fall()} All of it: [the ladder](results/ladder/README.md); what"
             " has come since the papers: [the front](results/laptop/frontier/README.md).",
         ]
@@ -97,6 +98,14 @@ def _lost(cell: pd.Series) -> str:
     return f"{cell.gap_pct:+.1f} % ({cell.seeds} {'seed' if cell.seeds == 1 else 'seeds'})"
 
 
+def _common_spread() -> str:
+    """Say what the intervals of gaps have in common, and which pairs are of two kinds of machine."""
+    return (
+        "The spread of data-parallel training is in every interval, and some pairs at the largest size are of two kinds"
+        " of machine ([both](results/ladder/README.md#gaps))."
+    )
+
+
 def _seeds_apart() -> str:
     """Say how far apart single seeds of DiLoCo are at the largest size that has several; "" where none has."""
     parts, row = ladder_table("parts"), "diloco/m2"
@@ -106,7 +115,7 @@ def _seeds_apart() -> str:
     seeds = listed([f"{float(gap):+.1f} %" for gap in there.by_seed.iloc[-1].split(", ")])
     return (
         f" Single seeds of {TOLD_ROWS[row]} are at {seeds} at {there.rung.iloc[-1]}"
-        " ([why](results/ladder/README.md#curves))."
+        " ([when they part](results/ladder/README.md#curves))."
     )
 
 
@@ -133,12 +142,14 @@ def _whether_gaps_fall() -> str:
     judged = ladder_table("margins")
     if judged.empty:
         return ""
-    slopes = judged[judged.margin_pct.isna() & judged.row.isin(MAIN_ROWS) & ~judged.outcome.str.startswith(OUTSIDE)]
+    slopes = judged[judged.margin_pct.isna() & judged.row.isin(MAIN_ROWS)]
+    outcomes = slopes.outcome.str.lower().where(~slopes.outcome.str.startswith(OUTSIDE), "not judged")
     told = [
-        f"{outcome.lower()} for {listed([_named(row) for row in some.row])}"
-        for outcome, some in slopes.groupby("outcome", sort=False)
+        f"{outcome} for {listed([_named(row) for row in some.row])}"
+        for outcome, some in slopes.groupby(outcomes, sort=False)
     ]
-    return f" That gaps fall with size, judged over the sizes with enough rounds, is {'; '.join(told)}." if told else ""
+    sizes = LADDER.plan.not_tuned(dict.fromkeys(rung for rungs in slopes.rung for rung in rungs.split(", ")))
+    return f" That gaps fall with size, over the sizes with enough rounds{sizes}, is {'; '.join(told)}." if told else ""
 
 
 def _named(row: str) -> str:

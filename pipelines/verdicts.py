@@ -8,9 +8,9 @@ order. A pair's difference is d = ln(a / b) of two losses; over the seeds it has
     a is no worse than b           one test: d is below m (`no_worse`)
     each run shows it              no test: all seeds do, or none does (`each`)
 
-with a margin m that is named beforehand. Each gives two probabilities: `p_for`, of seeing this where the claim does not
-hold, and `p_against`, of seeing this where it does. Over all claims of a paper both are corrected for their number
-(Holm). Then a claim is
+with a margin m, 1 % where a claim names no other. Each gives two probabilities: `p_for`, of seeing this where the claim
+does not hold, and `p_against`, of seeing this where it does. Over all claims of a paper both are corrected for their
+number (Holm). Then a claim is
 
     Borne out                      p_for is small, and the effect within a factor of 2 of the paper's, if that has one
     Borne out in direction only    p_for is small, but the effect is another
