@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import dataclasses
 import json
 import math
 import shutil
@@ -365,6 +366,39 @@ def test_the_sum_of_ingredients_stands_beside_the_run_of_all() -> None:
     rest = found[(found.ingredient != "sum") & (found.left_out != "4 bits")]
     assert rest.within_pct.isna().all()  # whose runs are yet to come
     assert composed_rows(LADDER, some, table[table.ingredient != "routes"]) == []
+    assert sums.by_seed_pct.isna().all()  # as no ingredient has a pair of runs
+
+
+def test_the_sum_of_ingredients_is_held_against_the_run_of_all_seed_by_seed() -> None:
+    """Three seeds are of all runs; what rows have in common cancels, seed by seed."""
+    gaps = {"diloco/m4": 0.06, "diloco/m2": 0.04, "streaming/h30": 0.05, "noloco/m4": 0.08, "partial/whole": 0.1}
+    gaps |= {"partial/half": 0.07, "protocol/eighth": 0.15, "together/all": 0.21, "together/without_routes": 0.2}
+    seeds = {"together/all": 5, "noloco/m4": 5}
+    some = [
+        dataclasses.replace(cell, replicas=2 if row in ("diloco/m2", "streaming/h30") else 4)
+        for i, (row, gap) in enumerate(gaps.items())
+        for cell in planted(row, {"0.12M": (gap, seeds.get(row, 3))}, noise=0.002, seed=i)
+    ]
+    table = pd.DataFrame(
+        {"ingredient": name, "replicas": 4, "amount": amount, "parameters": SIZES[0], "log_ratio": 0.02}
+        | {"deviation": 0.003, "drift": 0.0, "source": "planted"}
+        for name, amount in {"local updates": 1, "streaming": 1, "pairs": 1, "routes": 1, "slices": 2}.items()
+    )
+    table = pd.concat([table, table.tail(1).assign(ingredient="subspace", amount=8)])
+    (sums,) = (row for row in composed_rows(LADDER, some, table) if row["ingredient"] == "sum")
+    losses, base = {cell.row: cell.losses for cell in some}, some[0].base
+    apart = []
+    for s in range(3):
+        d = {row: math.log(loss[s] / base[s]) for row, loss in losses.items()}
+        parts = d["diloco/m4"] + d["streaming/h30"] - d["diloco/m2"] + d["noloco/m4"] - d["diloco/m4"]
+        parts += d["together/all"] - d["together/without_routes"] + d["partial/half"] - d["partial/whole"]
+        apart.append(parts + d["protocol/eighth"] - d["together/all"])
+    assert sums["by_seed_pct"] == pytest.approx(100 * np.mean(apart))
+    assert sums["by_seed_off"] == pytest.approx(100 * quantile(0.975, 2) * np.std(apart, ddof=1) / math.sqrt(3))
+    assert sums["by_seed_seeds"] == 3
+    rest = [cell for cell in some if cell.row != "partial/half"]
+    (sums,) = (row for row in composed_rows(LADDER, rest, table) if row["ingredient"] == "sum")
+    assert math.isnan(sums["by_seed_pct"])
 
 
 METHODS = """

@@ -20,7 +20,7 @@ from lowcomm.cost.ingredients import Method, Penalties
 from pipelines.ladder.fits import Cell, Fit, labelled_size, near, pooled_deviation, read_cells
 from pipelines.ladder.plan import Ladder
 from pipelines.report import paper, published
-from pipelines.verdicts import HEADLINE, Paired, log_ratios, quantile
+from pipelines.verdicts import HEADLINE, Likely, Paired, log_ratios, quantile
 
 #: What pairs of the ladder's rows measure: the ingredient, its amount, the row that has it, and the one that does not
 #: ("": that of data-parallel training, see `plan.base_of`). Both have the same H, but for "rounds". The amount of a
@@ -65,6 +65,7 @@ MANY = 1000
 #: Columns of `composed_rows`.
 COMPOSED = ["rung", "ingredient", "alone_pct", "deviation_pct", "taken_from", "source", "left_out", "seeds"]
 COMPOSED += ["within_pct", "within_low", "within_high", "apart_pct", "apart_error", "apart_off"]
+COMPOSED += ["by_seed_pct", "by_seed_off", "by_seed_seeds"]
 
 
 @dataclass(frozen=True)
@@ -239,7 +240,9 @@ def composed_rows(ladder: Ladder, cells: Sequence[Cell], penalties: pd.DataFrame
     within_high), the loss of the run over the loss of the one without the choice, in %, over `seeds`; and for the sum
     apart_pct, 100 ln(sum / whole), with apart_error, its standard error, NaN for one seed, and apart_off, by which its
     95 % interval goes to either side, by Student's t (Satterthwaite), NaN for fewer than three seeds. Errors of
-    ingredients count as if they had nothing in common.
+    ingredients count there as if they were known and had nothing in common. by_seed_pct is the same from the runs of
+    that size alone, seed by seed, with by_seed_off to either side, over by_seed_seeds; NaN where an ingredient has no
+    pair of that size and its amount, or fewer than three seeds are of all runs.
     """
     known, by_place = Penalties(penalties), {(cell.row, cell.rung): cell for cell in cells}
     found: list[dict[str, Any]] = []
@@ -266,8 +269,40 @@ def composed_rows(ladder: Ladder, cells: Sequence[Cell], penalties: pd.DataFrame
         if pairs.seeds >= HEADLINE.seeds:
             freedom = int((pairs.seeds - 1) * (math.hypot(off, own) / own) ** 4) if own else MANY
             apart["apart_off"] = quantile(0.975, min(freedom, MANY)) * apart["apart_error"]
+        amounts = dict.fromkeys(alone, 1.0) | {"slices": slices, "subspace": ratio}
+        differences = _by_seed(ladder, cells, cell, {name: amounts[name] for name in alone})
+        if len(differences) >= HEADLINE.seeds:
+            error = statistics.stdev(differences) / math.sqrt(len(differences))
+            mean, low, _ = Likely.around(statistics.mean(differences), error, len(differences) - 1)
+            apart |= {"by_seed_pct": 100 * mean, "by_seed_off": 100 * (mean - low), "by_seed_seeds": len(differences)}
         found.append(blank | {"ingredient": "sum"} | _percents(total, off) | _within(pairs) | apart)
     return found
+
+
+def _by_seed(ladder: Ladder, cells: Sequence[Cell], whole: Cell, amounts: Mapping[str, float]) -> list[float]:
+    """Return ln(sum of ingredients / run of all) of each seed that all their runs at the whole's size have.
+
+    Of several pairs of rows that measure an amount of an ingredient it is the one with the nearest number of replicas.
+    It is empty where an ingredient has none.
+    """
+    by_row, total = {cell.row: cell for cell in cells if cell.rung == whole.rung}, {}
+    for seed in whole.losses.keys() & whole.base.keys():
+        total[seed] = -math.log(whole.losses[seed] / whole.base[seed])
+    for name, wanted in amounts.items():
+        options = []
+        for ingredient, amount, row, against in PAIRS:
+            if ingredient != name or row not in by_row or (against and against not in by_row):
+                continue
+            config, one = ladder.configs(whole.rung)[row], by_row[row]
+            if (amount or config.model.dim / config.method.boundary.rank) == wanted:
+                other = by_row[against].losses if against else one.base
+                options.append((abs(math.log(one.replicas / whole.replicas)), one.losses, other))
+        if not options:
+            return []
+        _, one, other = min(options, key=lambda option: option[0])
+        both = total.keys() & one.keys() & other.keys()
+        total = {seed: total[seed] + math.log(one[seed] / other[seed]) for seed in both}
+    return [total[seed] for seed in sorted(total)]
 
 
 def _percents(log_ratio: float, deviation: float) -> dict[str, float]:
