@@ -62,7 +62,7 @@ def ladder_headline() -> str:
             " none between stages. Loss is over that of data-parallel training of the same seeds, batch and steps, at"
             f" {gaps.tokens_per_parameter.median():.0f} tokens per parameter, with the 95 % interval of pairs; of fewer"
             f" than {HEADLINE.seeds} seeds there is the mean alone. Rates are tuned by one rule, at each size whose"
-            f" column does not say otherwise. {_common_spread()}{_seeds_apart()}"
+            f" column does not say otherwise. {_common_spread(gaps)}{_seeds_apart()}"
             f"{_what_bands_are(gaps)}{_whether_gaps_fall()} All of it: [the ladder](results/ladder/README.md); what"
             " has come since the papers: [the front](results/laptop/frontier/README.md).",
         ]
@@ -98,12 +98,14 @@ def _lost(cell: pd.Series) -> str:
     return f"{cell.gap_pct:+.1f} % ({cell.seeds} {'seed' if cell.seeds == 1 else 'seeds'})"
 
 
-def _common_spread() -> str:
-    """Say what the intervals of gaps have in common, and which pairs are of two kinds of machine."""
-    return (
-        "The spread of data-parallel training is in every interval, and some pairs at the largest size are of two kinds"
-        " of machine ([both](results/ladder/README.md#gaps))."
-    )
+def _common_spread(gaps: pd.DataFrame) -> str:
+    """Say what the intervals of gaps have in common, and whether runs of the largest size are of one kind of machine."""
+    *_, rung = gaps.rung
+    points = [point for row in gaps.method[gaps.rung == rung] for point in LADDER.outcomes(rung, row)]
+    kinds = len({point["environment"]["device"] for point in points})
+    machines = f", and points at {rung} are of {kinds} kinds of machine" if kinds > 1 else ""
+    where = "([more of both](results/ladder/README.md#gaps))" if machines else "([more](results/ladder/README.md#gaps))"
+    return f"The spread of data-parallel training is in every interval{machines} {where}."
 
 
 def _seeds_apart() -> str:
