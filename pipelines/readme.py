@@ -99,7 +99,7 @@ def _lost(cell: pd.Series) -> str:
 
 
 def _common_spread(gaps: pd.DataFrame) -> str:
-    """Say what the intervals of gaps have in common, and whether runs of the largest size are of one kind of machine."""
+    """Say what intervals of gaps have in common, and of how many kinds of machine points of the largest size are."""
     *_, rung = gaps.rung
     points = [point for row in gaps.method[gaps.rung == rung] for point in LADDER.outcomes(rung, row)]
     kinds = len({point["environment"]["device"] for point in points})
