@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 
@@ -20,7 +20,7 @@ from lowcomm.cost.ingredients import Method, Penalties
 from pipelines.ladder.fits import Cell, Fit, labelled_size, near, pooled_deviation, read_cells
 from pipelines.ladder.plan import Ladder
 from pipelines.report import paper, published
-from pipelines.verdicts import HEADLINE, Likely, Paired, log_ratios, quantile
+from pipelines.verdicts import HEADLINE, Paired, log_ratios, quantile
 
 #: What pairs of the ladder's rows measure: the ingredient, its amount, the row that has it, and the one that does not
 #: ("": that of data-parallel training, see `plan.base_of`). Both have the same H, but for "rounds". The amount of a
@@ -123,26 +123,43 @@ class Series:
             }
 
 
+class MeasuredPair(NamedTuple):
+    """A pair of rows of one size that measures an ingredient: the cell that has it, and losses, by seed, without it."""
+
+    ingredient: str
+    amount: float
+    cell: Cell
+    other: Mapping[int, float]
+
+
+def pairs_of(ladder: Ladder, cells: Sequence[Cell]) -> Iterator[MeasuredPair]:
+    """Yield each of the `PAIRS` at each size that has both of its rows."""
+    by = {(cell.row, cell.rung): cell for cell in cells}
+    for ingredient, amount, row, against in PAIRS:
+        for cell in (cell for cell in cells if cell.row == row):
+            if not against or (against, cell.rung) in by:
+                config = ladder.configs(cell.rung)[row]
+                here = amount or config.model.dim / config.method.boundary.rank
+                yield MeasuredPair(ingredient, here, cell, by[against, cell.rung].losses if against else cell.base)
+
+
 def measured(ladder: Ladder, cells: Sequence[Cell]) -> list[Series]:
     """Return the series of the ladder's points: of each pair of rows, for each amount and number of replicas.
 
     Sizes with few rounds are in series of their own.
     """
-    by, found = {(cell.row, cell.rung): cell for cell in cells}, []
-    for ingredient, amount, row, against in PAIRS:
-        values: dict[tuple[float, int], list[tuple[Cell, list[float]]]] = {}
-        for cell in (cell for cell in cells if cell.row == row):
-            base = by.get((against, cell.rung)) if against else None
-            if gaps := log_ratios(cell.losses, base.losses) if base else cell.gaps * (not against):
-                config = ladder.configs(cell.rung)[row]
-                here = amount or config.model.dim / config.method.boundary.rank
-                values.setdefault((here, cell.replicas), []).append((cell, gaps))
-        for (here, replicas), told in values.items():
-            for source in (OURS, FEW_ROUNDS):
-                some = [(cell, gaps) for cell, gaps in told if (cell.rounds >= HEADLINE.rounds) == (source == OURS)]
-                if some:
-                    sizes = {float(cell.parameters): gaps for cell, gaps in some}
-                    found.append(Series(ingredient, replicas, here, source, sizes))
+    values: dict[tuple[str, str, int, float], list[tuple[Cell, list[float]]]] = {}
+    for pair in pairs_of(ladder, cells):
+        if gaps := log_ratios(pair.cell.losses, pair.other):
+            key = pair.ingredient, pair.cell.row, pair.cell.replicas, pair.amount
+            values.setdefault(key, []).append((pair.cell, gaps))
+    found = []
+    for (ingredient, _, replicas, amount), told in values.items():
+        for source in (OURS, FEW_ROUNDS):
+            some = [(cell, gaps) for cell, gaps in told if (cell.rounds >= HEADLINE.rounds) == (source == OURS)]
+            if some:
+                sizes = {float(cell.parameters): gaps for cell, gaps in some}
+                found.append(Series(ingredient, replicas, amount, source, sizes))
     return found
 
 
@@ -270,39 +287,30 @@ def composed_rows(ladder: Ladder, cells: Sequence[Cell], penalties: pd.DataFrame
             freedom = int((pairs.seeds - 1) * (math.hypot(off, own) / own) ** 4) if own else MANY
             apart["apart_off"] = quantile(0.975, min(freedom, MANY)) * apart["apart_error"]
         amounts = dict.fromkeys(alone, 1.0) | {"slices": slices, "subspace": ratio}
-        differences = _by_seed(ladder, cells, cell, {name: amounts[name] for name in alone})
-        if len(differences) >= HEADLINE.seeds:
-            error = statistics.stdev(differences) / math.sqrt(len(differences))
-            mean, low, _ = Likely.around(statistics.mean(differences), error, len(differences) - 1)
-            apart |= {"by_seed_pct": 100 * mean, "by_seed_off": 100 * (mean - low), "by_seed_seeds": len(differences)}
+        by_seed = _by_seed(pairs_of(ladder, cells), cell, {name: amounts[name] for name in alone})
+        if by_seed is not None and by_seed.seeds >= HEADLINE.seeds:
+            mean, low, _ = by_seed.likely
+            apart |= {"by_seed_pct": 100 * mean, "by_seed_off": 100 * (mean - low), "by_seed_seeds": by_seed.seeds}
         found.append(blank | {"ingredient": "sum"} | _percents(total, off) | _within(pairs) | apart)
     return found
 
 
-def _by_seed(ladder: Ladder, cells: Sequence[Cell], whole: Cell, amounts: Mapping[str, float]) -> list[float]:
-    """Return ln(sum of ingredients / run of all) of each seed that all their runs at the whole's size have.
+def _by_seed(measured_pairs: Iterable[MeasuredPair], whole: Cell, amounts: Mapping[str, float]) -> Paired | None:
+    """Return ln(sum of ingredients / run of all) over the seeds that all their runs at the whole's size have.
 
-    Of several pairs of rows that measure an amount of an ingredient it is the one with the nearest number of replicas.
-    It is empty where an ingredient has none.
+    Of several pairs that measure an amount of an ingredient it is the one with the nearest number of replicas. None
+    where an ingredient has none, and where no seed is of all runs.
     """
-    by_row, total = {cell.row: cell for cell in cells if cell.rung == whole.rung}, {}
-    for seed in whole.losses.keys() & whole.base.keys():
-        total[seed] = -math.log(whole.losses[seed] / whole.base[seed])
-    for name, wanted in amounts.items():
-        options = []
-        for ingredient, amount, row, against in PAIRS:
-            if ingredient != name or row not in by_row or (against and against not in by_row):
-                continue
-            config, one = ladder.configs(whole.rung)[row], by_row[row]
-            if (amount or config.model.dim / config.method.boundary.rank) == wanted:
-                other = by_row[against].losses if against else one.base
-                options.append((abs(math.log(one.replicas / whole.replicas)), one.losses, other))
+    here = [pair for pair in measured_pairs if pair.cell.rung == whole.rung]
+    total = {seed: whole.base[seed] / whole.losses[seed] for seed in whole.losses.keys() & whole.base.keys()}
+    for name, amount in amounts.items():
+        options = [pair for pair in here if (pair.ingredient, pair.amount) == (name, amount)]
         if not options:
-            return []
-        _, one, other = min(options, key=lambda option: option[0])
-        both = total.keys() & one.keys() & other.keys()
-        total = {seed: total[seed] + math.log(one[seed] / other[seed]) for seed in both}
-    return [total[seed] for seed in sorted(total)]
+            return None
+        pair = min(options, key=lambda pair: abs(math.log(pair.cell.replicas / whole.replicas)))
+        both = total.keys() & pair.cell.losses.keys() & pair.other.keys()
+        total = {seed: total[seed] * pair.cell.losses[seed] / pair.other[seed] for seed in both}
+    return Paired.of(total, dict.fromkeys(total, 1.0)) if total else None
 
 
 def _percents(log_ratio: float, deviation: float) -> dict[str, float]:
