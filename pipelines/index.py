@@ -149,7 +149,7 @@ def _of_sizes() -> str:
         main = rows[(rows.rung == name) & rows.method.isin(MAIN_ROWS)]
         enough = (main.seeds >= HEADLINE.seeds) & ~(main.rounds < HEADLINE.rounds)  # a pipeline alone has no rounds
         rung = LADDER.plan.rungs[name]
-        note = "" if rung.tuned_at == name else ", where no claim is judged"
+        note = "" if rung.tuned_at == name else ", where no claim of a paper is judged"
         told.append(f"{enough.sum()} of {len(main)} at {rung.called}{note}")
     return (
         f"[The ladder](ladder/README.md) trains methods at {len(told)} sizes. Of its main rows these have the seeds and"

@@ -31,7 +31,7 @@ from lowcomm.settings import ConfigError
 from pipelines import launch
 from pipelines.ladder import __main__ as ladder_main
 from pipelines.ladder import workers
-from pipelines.ladder.__main__ import listed, main, prepare
+from pipelines.ladder.__main__ import main, overview, prepare
 from pipelines.ladder.carry import carried
 from pipelines.ladder.fits import (
     at_their_best,
@@ -521,7 +521,7 @@ def test_points_are_those_of_plain_runs_and_none_is_done_again(small: Ladder, ca
         assert point.config.train.eval_split == "validation"
         plain = train_in_threads(point.config, point.data, small.build / "again" / point.row.name)
         assert plain["val_loss"] == point.read()["val_loss"]
-    assert f"{'plain':30}{len(trials):7}   2 of 2   " in listed(small)
+    assert f"{'plain':30}{len(trials):7}   2 of 2   " in overview(small)
 
     again = small.build / "headline"
     with pytest.raises(ConfigError, match="plain at a, seed 0 is not in .*plain: dvc repro headline"):

@@ -104,7 +104,7 @@ def train(ladder: Ladder, rung: str, workers: Workers, rows: Collection[str] = (
         file.unlink()
 
 
-def listed(ladder: Ladder) -> str:
+def overview(ladder: Ladder) -> str:
     """Return what is done as a table of text, with a line for each rung and row.
 
     A line has the number of trials, the number of points, and the mean loss of these.
@@ -138,7 +138,7 @@ def main(argv: list[str] | None = None, ladder: Ladder = LADDER) -> int:
         parser.error("headline takes no rung and no rows: plan.yaml names them")
     try:
         if args.what == "list":
-            print(listed(ladder))
+            print(overview(ladder))
             return 0
         if rung is not None and (args.what, rung) != ("predict", PUBLISHED):
             ladder.plan.check(rung, args.rows)

@@ -45,6 +45,7 @@ ROWS = (
     "diloco/falling_rate",
     "streaming/h30",
     "streaming/h100",
+    "streaming/m4",
     "streaming/rising_momentum",
     "streaming/radial",
     "noloco/m4",
