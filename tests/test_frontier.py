@@ -285,7 +285,11 @@ def test_choices_go_together_or_it_is_said_why_not() -> None:
 def test_the_rows_of_the_page_are_the_plan_s() -> None:
     assert set(ROWS) <= set(LADDER.plan.rows)
     assert len(set(ROWS)) == len(ROWS)
-    configs = LADDER.configs("0.12M")
-    assert {base_of(row, configs) for row in ROWS} == {f"{YARDSTICK}/batch", f"{YARDSTICK}/doubled"}
+    rungs = {rung: LADDER.configs(rung) for rung in ("0.12M", "0.33M")}
+    assert set(ROWS) <= {row for configs in rungs.values() for row in configs}
+    for configs in rungs.values():
+        here = [row for row in ROWS if row in configs]
+        assert {base_of(row, configs) for row in here} == {f"{YARDSTICK}/batch", f"{YARDSTICK}/doubled"}
+    configs = rungs["0.12M"]
     for row in ("together/all", "hundred/projection"):
         assert (configs[row].stages, configs[row].train.accumulation) == (STAGES, MICRO_BATCHES)
