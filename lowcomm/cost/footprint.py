@@ -21,6 +21,7 @@ from lowcomm.comm.shares import encoded_mean_in_shares
 from lowcomm.cost.predict import kinds_of_stage, message_bytes, stage_numel
 from lowcomm.experiment.config import RunConfig
 from lowcomm.methods.boundary import make_boundary
+from lowcomm.methods.config import BoundaryConfig
 from lowcomm.methods.inner import InnerOptimizer
 from lowcomm.methods.partial import pieces
 from lowcomm.methods.plan import Plan
@@ -48,19 +49,37 @@ def stage_memory(config: RunConfig, stage: int) -> MemoryCount:
             fetched = _most_fetched(plan, max(m.overlap_steps), stepped, said) + waiting * numel
     trains = numel - (whole.total - trained.total)
     inner = choose(InnerOptimizer, config.train.optimizer, "train.optimizer")
-    shapes = parameter_shapes(c, stage=stage, stages=config.stages)
-    fewer = inner.fewer_moments(shapes)
-    if inner.moments > 1 and config.constraint is not None and not m.boundary.replicas:  # else some have no means
-        mine = (p for p in pieces(shapes, m.sliced, m.slices, c.layers) if p.owner in (None, 0))
-        fewer += moments_in_means(c, m.boundary, ((piece.parameter, piece.numel) for piece in mine))
+    in_means = config.constraint is not None and not m.boundary.replicas  # else some replicas have none
     return memory(
         numel,
         moments=inner.moments,
         outer_buffers=buffers,
         fetched=fetched,
         trained=trains,
-        fewer=fewer,
+        fewer=_fewer_moments(inner, c, m.boundary if in_means else None, (m.sliced, m.slices), stage, config.stages),
     )
+
+
+@functools.lru_cache(maxsize=256)  # a planner asks it of the same stages for each method
+def _fewer_moments(
+    inner: type[InnerOptimizer],
+    c: ModelConfig,
+    boundary: BoundaryConfig | None,
+    sliced: tuple[tuple[str, ...], int],
+    stage: int,
+    stages: int,
+) -> int:
+    """Count the entries of moments that a stage's inner optimizer does not keep, of what the first replica trains.
+
+    boundary: the settings of a subspace whose second moments are means, None where there are no means. sliced: the
+    parts that are sliced, and the number of slices.
+    """
+    shapes = parameter_shapes(c, stage=stage, stages=stages)
+    fewer = inner.fewer_moments(shapes)
+    if inner.moments > 1 and boundary is not None:
+        mine = (piece for piece in pieces(shapes, *sliced, c.layers) if piece.owner in (None, 0))
+        fewer += moments_in_means(c, boundary, ((piece.parameter, piece.numel) for piece in mine))
+    return fewer
 
 
 def _most_fetched(plan: Plan, tau: int, stepped: int, said: int) -> int:

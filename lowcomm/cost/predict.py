@@ -25,6 +25,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -151,13 +152,16 @@ def turns(config: RunConfig, stage: int) -> list[dict[str, Turn]]:
 
 @functools.lru_cache(maxsize=256)
 def _turns(plan: Plan) -> list[dict[str, Turn]]:
-    found = []
-    for index in range(len(plan.fragments)):
-        sent = [plan.sent_bytes(index, 1, replica) for replica in range(plan.replicas)]
-        phases = plan.phases(index)
-        by_purpose = {purpose: [s[purpose] for s in sent] for purpose in sent[0]}
-        found.append({p: Turn(sum(some) / len(some), max(some), phases[p]) for p, some in by_purpose.items()})
-    return found
+    found: dict[Any, dict[str, Turn]] = {}  # where all replicas meet, once for fragments of the same sections
+    all_meet = plan.peers.most(plan.replicas) == plan.replicas
+    keys = [(*f.alike.items(), f.numel) if all_meet else index for index, f in enumerate(plan.fragments)]
+    for index, key in enumerate(keys):
+        if key not in found:
+            sent = [plan.sent_bytes(index, 1, replica) for replica in range(plan.replicas)]
+            phases = plan.phases(index)
+            by_purpose = {purpose: [s[purpose] for s in sent] for purpose in sent[0]}
+            found[key] = {p: Turn(sum(some) / len(some), max(some), phases[p]) for p, some in by_purpose.items()}
+    return [found[key] for key in keys]
 
 
 def _met(config: RunConfig) -> int:
