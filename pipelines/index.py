@@ -103,26 +103,37 @@ A row is a method and its variant, as in `diloco/m2`. Variants that more than on
 `h30` a round of 30 steps, `rising_momentum` (`m1_rising`) an outer momentum that rises from 0, `unlike` text that
 replicas do not share, `long` twice the steps.
 
-- `data_parallel`: `batch` is what gaps are to, `doubled` has twice the batch in half the steps.
+- `data_parallel`: `batch` is what gaps are to. `doubled` has twice the batch in half the steps, and is what those of
+  rows of 8 replicas and more are to; gaps of `long` rows are to its `long`.
 - `averaging`: local updates whose parameters are averaged.
 - `diloco`, `streaming`, `noloco`: as in their papers; `heavy_ball` in place of Nesterov's momentum;
-  `falling_momentum` and `falling_rate` follow points of the run; `unmixed` and `mixed` are without and with an alpha
-  of 0.5; `everyone` in place of pairs; an eighth of the values is sent in `topk` (the largest), `dropout` (drawn) and
-  `dare` (drawn and enlarged); `radial` means average lengths and directions apart.
+  `falling_momentum` and `falling_rate` follow points of the run; `everyone` in place of pairs. Of `streaming`:
+  `unmixed` takes the agreed parameters as they are (alpha = 0) where else they are mixed half and half with a replica's
+  own (alpha = 0.5); `sequential` fragments in place of strided ones; `tau_10` overlaps by 10 steps in place of 1;
+  `fp32` is sent in place of 4 bits; an eighth of the values is sent in `topk` (the largest), `dropout` (drawn) and
+  `dare` (drawn and enlarged); `radial` means average lengths and directions apart. Of `noloco`: `mixed` has
+  Streaming's fragments, overlap, alpha and 4 bits; `routes` has two stages, and draws a route for each sequence.
+  `quarter_alike`: replicas share a quarter of their text.
 - `muon`: data-parallel training with Muon. `muloco`: DiLoCo with Muon inside; `two_bits` with error feedback.
 - `partial`: local updates in which a replica trains a slice of the MLPs (`partial_heads`: and of the heads), the
-  `whole` of them, a `half`, a `quarter` or an `eighth`; `_32` with 32 replicas.
+  `whole` of them, a `half`, a `quarter` or an `eighth`; `_32` with 32 replicas. Slices of `layers` in place of parts
+  of each MLP; `out` slices the attention's output projection too. Fragments are slices in `by_slices`, and everything
+  is sent at once in `at_once` and, of the whole, in `diloco`. `detach_random`: gradients flow back through a replica's
+  own slice and one other, drawn at random.
 - `protocol`: a pipeline through a subspace of an `eighth` or a `quarter` of the width. `lossy`: one that rounds,
   drops or projects what crosses. `projected`: one of another model, through a projection. `selective`: SparseLoCo in
   which `all` replicas, or `half` of them, compress between their stages through a subspace.
 - `together`: `all` four papers at once; `without_` one of their choices.
-- `sparse`: SparseLoCo. `demo`: DeMo. `gasloc`: GASLoC. `hundred`: DiLoCo with Muon inside and few bytes on both axes.
+- `sparse`: SparseLoCo; of it `everyone` is the mean of its paper, in which a value that one of two has sent counts
+  half. `demo`: DeMo. `gasloc`: GASLoC. `hundred`: DiLoCo with Muon inside and few bytes on both axes, by a `projection`
+  between stages or one of `low_rank`, or with none (`dense`, and `dense_4_bits` in E3M0).
 - `honest`, `lying`, `loud`: 8 replicas, of which none lies, or one sends its outer gradient times -1 or times -8; the
   variant is their mean, or another method that they train by.
 
 The gap is the loss over that of data-parallel training of the same batch and steps, seed by seed. lr: inner learning
-rate; gain: outer rate / (1 - outer momentum); rise: share of the run in which the momentum rises from 0; embedding:
-its initial deviation; muon: Muon's rate. Sizes are parameters.
+rate; gain (K): outer rate / (1 - outer momentum); rise: share of the run in which the momentum rises from 0; embedding:
+its initial deviation; muon: Muon's rate; tuning split: text that no table reports. k / d: the share of the width that
+crosses between stages (D / k is its inverse). Rungs are sizes, and sizes are parameters.
 """.strip()
 
 
@@ -149,11 +160,12 @@ def _of_sizes() -> str:
         main = rows[(rows.rung == name) & rows.method.isin(MAIN_ROWS)]
         enough = (main.seeds >= HEADLINE.seeds) & ~(main.rounds < HEADLINE.rounds)  # a pipeline alone has no rounds
         rung = LADDER.plan.rungs[name]
-        note = "" if rung.tuned_at == name else ", where no claim of a paper is judged"
+        note = "" if rung.tuned_at == name else ", where no claim about loss is judged"
         told.append(f"{enough.sum()} of {len(main)} at {rung.called}{note}")
     return (
-        f"[The ladder](ladder/README.md) trains methods at {len(told)} sizes. Of its main rows these have the seeds and"
-        f" the rounds that a claim needs: {'; '.join(told)}."
+        f"[The ladder](ladder/README.md) trains methods at {len(told)} sizes. Of its main rows"
+        f" ({listed([name.partition(' (')[0] for name in MAIN_ROWS.values()])}) these have the seeds and the rounds"
+        f" that a claim needs: {'; '.join(told)}."
     )
 
 
@@ -171,7 +183,8 @@ def index(everything: dict[tuple[str, str], dict[Path, list[tuple[Claim, str]]]]
         "",
         "- What compares methods is judged by pairs of runs of one seed, with Student's t, at the largest size that has"
         " its own rates and enough seeds of both. Larger sizes, with the rates of another, are shown beside it and not"
-        " judged.",
+        " judged. A row that changes one choice of another row, as its text or its mean, has the other's rates and is"
+        " judged at that size: what rates of its own would gain is not known.",
         f"- No loss means no more than {100 * MARGIN:g} % of it, where no other margin is named. An effect is the"
         f" paper's where it is within a factor of {FACTOR:g} of it.",
         "- What a run shows by itself must hold for every seed. Closed forms, simulations and counts are held against"

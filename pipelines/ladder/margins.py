@@ -76,7 +76,8 @@ class Judged:
         told |= dict(zip((f"means_{end}" for end in ends), self.means, strict=True))
         seeds = 0 if found.regime is None else int(found.regime.seeds)
         told = {"row": self.row, "rung": self.rung, "margin_pct": self.margin, "seeds": seeds} | told
-        return told | {"p_for": found.p_for, "p_against": found.p_against, "outcome": self.outcome}
+        told |= {"p_for": found.p_for, "p_against": found.p_against, "outcome": self.outcome}
+        return told | {"is_above": self.is_above}
 
 
 def judged_margins(plan: Plan, cells: Sequence[Cell]) -> list[Judged]:

@@ -32,7 +32,8 @@ PAIRS = (
     ("rounds", 100, "streaming/h100", "streaming/h30"),
     ("streaming", 1, "streaming/h30", "diloco/m2"),
     ("pairs", 1, "noloco/m4", "diloco/m4"),
-    ("routes", 1, "together/all", "together/without_routes"),
+    ("routes", 1, "noloco/routes", "noloco/m4"),
+    ("routes", 1, "together/all", "together/without_routes"),  # where nothing else has measured them
     ("slices", 2, "partial/half", "partial/whole"),
     ("slices", 4, "partial/quarter", "partial/whole"),
     ("subspace", None, "protocol/eighth", ""),
