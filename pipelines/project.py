@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from lowcomm.experiment.project import Project
@@ -38,3 +42,20 @@ def record_seconds(stage: str, scale: str, seconds: float) -> None:
     file = BUILD / "times" / scale / "stages" / f"{stage}.json"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps({"stage": stage, "seconds": round(seconds, 1)}) + "\n")
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Write a file, and its folder where that is missing, so that a kill at any moment leaves all of it or nothing."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_name(f".{file.name}.{os.getpid()}")
+    partial.write_text(text)
+    partial.rename(file)
+
+
+@contextlib.contextmanager
+def locked(file: Path) -> Iterator[None]:
+    """Lock a file, which is made if need be, for the length of a `with` statement; other processes that ask wait."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed, or its process is gone
+        yield

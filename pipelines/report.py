@@ -295,7 +295,7 @@ def told(claim: Claim, outcome: str = "", corrected: Corrected | None = None) ->
     if claim.criterion:
         words += f" Called borne out if {claim.criterion}."
     found = claim.evidence
-    if found is not None and not claim.outside and not found.is_certain:
+    if found is not None and not claim.outside and not found.is_fact:
         words += f" (p = {found.p_for:.2g} for it, {found.p_against:.2g} against it, "
         if corrected is None:
             words += "before correction.)"

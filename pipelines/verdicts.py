@@ -62,7 +62,8 @@ def student(t: float, freedom: int) -> float:
         total += term
         term *= k / (k + 1) * cosine**2
     total *= math.sin(angle)
-    return 0.5 + (angle + total) / math.pi if odd else 0.5 + total / 2
+    found = 0.5 + (angle + total) / math.pi if odd else 0.5 + total / 2
+    return min(1.0, max(0.0, found))  # rounding may go beyond
 
 
 def quantile(probability: float, freedom: int) -> float:
@@ -225,18 +226,15 @@ class Evidence:
     speak; both are NaN where there is one seed, which says nothing.
 
     effect: the size of what was seen, in the units of the paper's; None where it has no size. regime: that of the runs;
-    None for what needs no runs.
+    None for what needs no runs. is_fact: whether its probabilities are 0 or 1 because it is no test: then it is
+    corrected for nothing, and no other claim is corrected for it.
     """
 
     p_for: float
     p_against: float
     effect: float | None = None
     regime: Regime | None = None
-
-    @property
-    def is_certain(self) -> bool:
-        """Tell whether it is a fact, or as good as one: its probabilities are 0 or 1, which no correction changes."""
-        return {self.p_for, self.p_against} <= {0.0, 1.0}
+    is_fact: bool = False
 
 
 def lower(pairs: Paired, by: float = 0.0) -> Evidence:
@@ -263,7 +261,7 @@ def no_worse(pairs: Paired, margin: float = 0.0) -> Evidence:
 
 def fact(holds: bool) -> Evidence:
     """Return evidence from what needs no seeds, as a closed form, a simulation or a count: it holds, or it does not."""
-    return Evidence(float(not holds), float(holds))
+    return Evidence(float(not holds), float(holds), is_fact=True)
 
 
 def each(shown: Mapping[int, bool]) -> Evidence:
@@ -273,15 +271,16 @@ def each(shown: Mapping[int, bool]) -> Evidence:
     """
     if len(shown) < 2:
         return Evidence(math.nan, math.nan)
-    return Evidence(float(not all(shown.values())), float(any(shown.values())))
+    return Evidence(float(not all(shown.values())), float(any(shown.values())), is_fact=True)
 
 
 def together(*parts: Evidence | None) -> Evidence | None:
     """Return evidence that all parts hold; None where one of them is None, as nothing was run for it.
 
-    Evidence for it is the weakest of the parts', and evidence against it the strongest, corrected for their number.
-    Both are NaN where those of a part are, as of one seed. The regime is the least of the parts', and the effect the
-    mean of theirs, None unless all have one. Raises ValueError where there is no part.
+    Evidence for it is the weakest of the parts', and evidence against it the strongest, that of tests corrected for
+    their number. Both are NaN where those of a part are, as of one seed. It is a fact where all parts are, or where one
+    fails that is. The regime is the least of the parts', and the effect the mean of theirs, None unless all have one.
+    Raises ValueError where there is no part.
     """
     if not parts:
         raise ValueError("nothing to judge together")
@@ -294,8 +293,11 @@ def together(*parts: Evidence | None) -> Evidence | None:
     effect = statistics.mean(effects) if len(effects) == len(there) else None
     if any(math.isnan(part.p_for) for part in there):
         return Evidence(math.nan, math.nan, effect, regime)
-    against = min(1.0, len(there) * min(part.p_against for part in there))
-    return Evidence(max(part.p_for for part in there), against, effect, regime)
+    facts, tests = ([part for part in there if part.is_fact == is_fact] for is_fact in (True, False))
+    against = [part.p_against for part in facts]
+    against += [min(1.0, len(tests) * min(part.p_against for part in tests))] if tests else []
+    decided = not tests or 0.0 in [part.p_against for part in facts]
+    return Evidence(max(part.p_for for part in there), min(against), effect, regime, decided)
 
 
 def _twice(p: float) -> float:
@@ -383,7 +385,7 @@ def corrected(claims: Sequence[Claim]) -> list[Corrected | None]:
     """
     papers: dict[str, list[int]] = {}
     for i, claim in enumerate(claims):
-        if not claim.outside and not claim.evidence.is_certain:
+        if not claim.outside and not claim.evidence.is_fact:
             papers.setdefault(claim.paper, []).append(i)
     found: list[Corrected | None] = [None] * len(claims)
     for tested in papers.values():

@@ -30,9 +30,9 @@ from lowcomm.comm.start import run_threads, world_from_torchrun
 from lowcomm.comm.testbed import Testbed
 from lowcomm.comm.wire import VirtualClock
 from lowcomm.settings import ConfigError
-from pipelines.ladder.plan import Ladder, write_whole
+from pipelines.ladder.plan import Ladder
 from pipelines.launch import environment, process_context
-from pipelines.project import ROOT
+from pipelines.project import ROOT, write_whole
 
 
 class Crash(RuntimeError):

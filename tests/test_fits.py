@@ -34,8 +34,9 @@ from pipelines.ladder.fits import (
 )
 from pipelines.ladder.margins import judged_margins
 from pipelines.ladder.penalties import COMPOSED, MANY, composed_rows
-from pipelines.ladder.plan import LADDER, PUBLISHED, Ladder, write_whole
+from pipelines.ladder.plan import LADDER, PUBLISHED, Ladder
 from pipelines.ladder.positions import PARTS, read_positions
+from pipelines.project import write_whole
 from pipelines.verdicts import BORNE_OUT, NOT_BORNE_OUT, NOT_RESOLVED, OUTSIDE, Paired, quantile
 from tests.harness import small_ladder
 

@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import json
 import math
+import platform
 import re
 import shutil
 import signal
@@ -45,10 +46,11 @@ from pipelines.ladder.fits import (
 )
 from pipelines.ladder.headline import read_pairs
 from pipelines.ladder.origin import Origin
-from pipelines.ladder.plan import LADDER, Ladder, Line, Plan, Point, Row, base_of, read_plan, write_whole
+from pipelines.ladder.plan import LADDER, Ladder, Line, Plan, Point, Row, base_of, read_plan
 from pipelines.ladder.positions import PARTS, loss_by_position
 from pipelines.ladder.rows import known
 from pipelines.ladder.tune import best_trial, tune, walk_line, walk_row
+from pipelines.project import write_whole
 from pipelines.report import Comparison
 from tests.conftest import small_run
 from tests.harness import as_if_predicted, clean_environment, small_ladder
@@ -149,6 +151,14 @@ def test_a_row_is_walked_from_the_better_of_its_starts() -> None:
         ({"lines": {"lr": {"begin": 0, "factor": 2.0}}}, "lines.lr.begin = 0 must be above 0"),
         ({"lines": {"lr": {"begin": 1.0}}}, "a line needs either a factor above 1 or values"),
         ({"lines": {"lr": {"begin": 1.0, "values": [2.0]}}}, "must ascend and hold where it begins, 1.0"),
+        ({"lines": {"lr": {"begin": "1e-2", "factor": 2.0}}}, "lines.lr.begin = '1e-2' must be a number"),
+        ({"rungs": {"a": {"seeds": -1, "tuned_at": "a"}}}, "rungs.a.seeds = -1 must be a whole number, 0 or more"),
+        ({"rows": {"one": {"seeds": {"a": 1.5}}}}, "rows.one.seeds.a = 1.5 must be a whole number, 0 or more"),
+        ({"rows": {"one": {"begin": 3}}}, "rows.one.begin in plan.yaml must have keys, got 3"),
+        (
+            {"rows": {"one": {"lines": ["lr"], "begin": {"lr": 3.0}}}, "lines": {"lr": {"begin": 1, "values": [1, 2]}}},
+            "rows.one.begin.lr = 3 is not among that line's values, 1.0, 2.0",
+        ),
     ],
 )
 def test_a_plan_that_cannot_be_is_refused(change: dict, message: str, tmp_path: Path) -> None:
@@ -156,6 +166,19 @@ def test_a_plan_that_cannot_be_is_refused(change: dict, message: str, tmp_path: 
     (tmp_path / "plan.yaml").write_text(yaml.safe_dump(plan))
     with pytest.raises(ConfigError, match=message):
         read_plan(tmp_path / "plan.yaml")
+
+
+def test_a_row_that_is_named_twice_is_refused(tmp_path: Path) -> None:
+    """Else the first would be lost without a word."""
+    file = tmp_path / "plan.yaml"
+    file.write_text("rungs: {}\nlines: {}\nrows:\n  one: {seeds: {}}\n  two: {}\n  one: {}\n")
+    with pytest.raises(ConfigError, match="plan.yaml names 'one' twice"):
+        read_plan(file)
+    file.write_text("rungs: {}\nlines: {}\nrows:\n")
+    assert read_plan(file).rows == {}
+    file.write_text("rungs: {")
+    with pytest.raises(ConfigError, match="plan.yaml is not YAML: while parsing"):
+        read_plan(file)
 
 
 def test_a_line_that_means_nothing_for_a_row_is_refused(small: Ladder) -> None:
@@ -224,7 +247,7 @@ def test_a_row_may_have_fewer_seeds_than_its_rung_or_more() -> None:
         ("0.12M", "diloco/m2", 5),
         ("0.12M", "muon/batch", 3),
         ("0.33M", "diloco/m2", 5),
-        ("0.33M", "diloco/m4", 3),
+        ("0.33M", "streaming/h100", 3),
         ("1.05M", "diloco/m2", 3),
         ("1.05M", "partial/half", 3),
     ):
@@ -544,6 +567,11 @@ def test_points_are_those_of_plain_runs_and_none_is_done_again(small: Ladder, ca
         assert [step for step, _ in pair.here["curve"]] == list(range(1, 13))
         assert len(pair.here["loss_by_position"]) == PARTS
     assert len(list(again.rglob("*.json"))) == 2  # what the plan does not have is gone
+    origin = small.origin
+    dataclasses.replace(origin, corpora={name: ["another"] for name in origin.corpora}).write(small.results)
+    assert main(["headline"], small) == 0
+    assert {pair.here["python"] for pair in read_pairs(small, again)} == {platform.python_version()}
+    origin.write(small.results)
 
     rows = known(small)
     assert set(rows) == set(small.plan.rows)

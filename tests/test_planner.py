@@ -310,6 +310,14 @@ def test_the_batch_is_rounded_to_what_replicas_can_share() -> None:
             JOB.batch(replicas)
     table = plan(_cluster(100.0, nodes=7), JOB, PENALTIES)
     assert set(table[table.replicas == 7].global_batch) == {63}
+    # The nearest multiples, 258, 259 and 253, leave a replica a prime share, of which a pipeline has one micro-batch.
+    asked = dataclasses.replace(JOB, global_batch=256)
+    for replicas, batch, count in ((6, 252, 14), (7, 252, 12), (11, 264, 12)):
+        config = run_of(Method(30), asked, replicas, 2)
+        assert (config.train.global_batch, config.train.accumulation) == (batch, count)
+        assert run_of(Method(30), asked, replicas, 1).train.global_batch == replicas * round(256 / replicas)
+    assert run_of(Method(30), asked, 8, 2).train.global_batch == 256
+    assert JOB.batch(22, 2) == 66  # three sequences for each, and so three micro-batches at most
     with pytest.raises(ConfigError, match="305 steps are fewer than 10 rounds of 100"):
         run_of(Method(100), Job(MODEL, tokens=1e7, global_batch=64), 2, 1)
     with pytest.raises(ConfigError, match="153 steps are fewer than 10 rounds of 30"):
@@ -547,6 +555,13 @@ def test_penalties_come_from_the_nearest_run_and_add_up() -> None:
         Penalties(table.assign(deviation=-1.0))
     with pytest.raises(ConfigError, match="parameters, a log_ratio, a deviation and a drift, got"):
         Penalties(table.assign(log_ratio=math.nan))
+    for number in ("replicas", "amount", "parameters", "deviation", "drift"):
+        for value in (math.nan, math.inf):
+            with pytest.raises(ConfigError, match="parameters, a log_ratio, a deviation and a drift, got"):
+                Penalties(table.assign(**{number: table[number].where(table.index > 0, value)}))
+    for name, free in (("rounds", 30), ("slices", 1), ("subspace", 1)):
+        with pytest.raises(ConfigError, match=f"nothing is paid for {name} = {free}: a table has no row of it"):
+            Penalties(table.assign(amount=table.amount.where(table.ingredient != name, free).astype(float)))
     with pytest.raises(ConfigError, match=r"has the columns ingredient, .*; it lacks drift"):
         Penalties(table.drop(columns="drift"))
     with pytest.raises(ConfigError, match="the column amount of a table of penalties holds numbers, got"):

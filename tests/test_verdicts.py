@@ -161,6 +161,12 @@ def test_facts_are_no_tests() -> None:
     assert said == [BORNE_OUT, *[BORNE_OUT, NOT_BORNE_OUT] * 20]
     some = [Claim("so", "it is", each({0: True, 1: False}))] * 20
     assert judge([Claim("so", "it is", Evidence(0.04, 0.96)), *some]) == [BORNE_OUT, *[NOT_RESOLVED] * 20]
+    # A test whose probability is too small for a float is a test all the same.
+    sure = lower(planted(-0.5, seeds=30, noise=1e-9))
+    assert (sure.p_for, sure.p_against) == (0.0, 1.0)
+    assert judge([Claim("so", "it is", Evidence(0.04, 0.96)), Claim("so", "it is", sure)]) == [BORNE_OUT, BORNE_OUT]
+    assert judge([Claim("so", "it is", Evidence(0.97, 0.03)), Claim("so", "it is", sure)])[0] == NOT_RESOLVED
+    assert student(-40, 30) == 0.0 == 1 - student(40, 30)
 
 
 def test_a_claim_is_written_and_read_back() -> None:
@@ -202,6 +208,9 @@ def test_what_must_hold_together_fails_with_one() -> None:
     assert together(*[Evidence(0.9, 0.04)] * 3).p_against == pytest.approx(0.12)
     assert outcome(together(good, fact(False))) == NOT_BORNE_OUT
     assert outcome(together(good, fact(True))) == BORNE_OUT
+    assert together(Evidence(0.97, 0.03), fact(True)).p_against == 0.03  # which is no second test
+    assert together(fact(True), fact(False)) == fact(False)
+    assert together(good, each({0: True, 1: True})).is_fact is False
     assert outcome(together(bad, lower(planted(0.1, seeds=1)))) == "Outside this regime (one seed)"
     two = together(lower(planted(-0.01, noise=0.0005)), lower(planted(-0.03, noise=0.0005)))
     assert two.effect == pytest.approx(0.02, rel=0.05)
@@ -256,7 +265,7 @@ def test_what_runs_show_says_what_the_runs_were() -> None:
     """So that nothing is judged outside the regime; facts and closed forms have none."""
     for file in (ROOT / "results" / "laptop").rglob("*.claims.json"):
         for claim in map(Claim.of, json.loads(file.read_text())):
-            if claim.evidence is not None and not claim.evidence.is_certain:
+            if claim.evidence is not None and not claim.evidence.is_fact:
                 assert claim.evidence.regime is not None, (file.name, claim.text)
                 assert claim.needs.seeds >= 2, (file.name, claim.text)
                 assert claim.needs.rounds >= 40, (file.name, claim.text)

@@ -116,11 +116,15 @@ class Method:
         return {name: amount for name, amount in found.items() if amount != NO_PENALTY.get(name)}
 
     def settings(self, model: ModelConfig, stages: int) -> MethodConfig:
-        """Return the method's settings, as `params.yaml` would give them; numbers are those of the laptop scale."""
+        """Return the method's settings, as `params.yaml` would give them; numbers are those of the laptop scale.
+
+        Raises ConfigError where the model is not as wide as the ratio is large.
+        """
         codec = "bf16" if stages > 1 else "fp32"  # as what is computed
         boundary = BoundaryConfig(codec=codec)
         if self.ratio > 1:
-            rank = max(1, model.dim // self.ratio)
+            if not (rank := model.dim // self.ratio):
+                raise ConfigError(f"a {self._between_stages} 1/{self.ratio} of model.dim = {model.dim} is less than 1")
             boundary = (
                 BoundaryConfig("projection", rank, "e3m0")
                 if self.projection
@@ -249,15 +253,19 @@ class Penalties:
         for name in (*_ASKED, *_MEASURED):
             if not pd.api.types.is_numeric_dtype(table[name]):
                 raise ConfigError(f"the column {name} of a table of penalties holds numbers, got {table[name].dtype}")
+        for row in table.sort_values(["replicas", "amount", "parameters"]).itertuples():
+            positive = (
+                row.replicas >= 1 and row.parameters > 0 and row.amount > 0 and min(row.deviation, row.drift) >= 0
+            )
+            if not (positive and all(math.isfinite(getattr(row, name)) for name in (*_ASKED, *_MEASURED))):
+                needs = "replicas, amount, parameters, a log_ratio, a deviation and a drift"
+                raise ConfigError(f"a penalty needs {needs}, got {row._asdict()}")
+            if row.amount == NO_PENALTY.get(row.ingredient):
+                raise ConfigError(f"nothing is paid for {row.ingredient} = {row.amount:g}: a table has no row of it")
+            self._sources.setdefault(row.ingredient, {}).setdefault(row.source, []).append(row)
         key = ["source", "ingredient", *_ASKED]
         if (again := table[table.duplicated(key)]).size:
             raise ConfigError(f"a table of penalties has one row of each kind, got two of {list(again.iloc[0][key])}")
-        for row in table.sort_values(["replicas", "amount", "parameters"]).itertuples():
-            positive = row.replicas >= 1 and row.parameters > 0 and row.amount > 0
-            if not (positive and min(row.deviation, row.drift) >= 0 and math.isfinite(row.log_ratio)):
-                needs = "replicas, amount, parameters, a log_ratio, a deviation and a drift"
-                raise ConfigError(f"a penalty needs {needs}, got {row._asdict()}")
-            self._sources.setdefault(row.ingredient, {}).setdefault(row.source, []).append(row)
 
     @classmethod
     def read(cls, path: Path) -> Penalties:

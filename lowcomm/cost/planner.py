@@ -128,18 +128,42 @@ class Job:
         if self.tokens < (least := FEWEST_ROUNDS * self.global_batch * self.model.seq_len):
             raise ValueError(f"tokens must be {FEWEST_ROUNDS} steps' or more, {least:,}, got {self.tokens:g}")
 
-    def batch(self, replicas: int) -> int:
-        """Return the multiple of `replicas` that is nearest to `global_batch`.
+    def batch(self, replicas: int, stages: int = 1) -> int:
+        """Return the multiple of `replicas` that is nearest to `global_batch`, within an eighth of it.
 
-        Raises ConfigError where it is more than an eighth away.
+        For pipelines of several stages it is the nearest whose share splits into `FULL` micro-batches per stage or
+        more; where there is none, the one whose share splits into the most. Raises ConfigError where no multiple is
+        within an eighth.
         """
-        near = replicas * max(1, round(self.global_batch / replicas))
-        if abs(near / self.global_batch - 1) > 1 / 8:
-            raise ConfigError(
-                f"global_batch = {self.global_batch} does not split into {replicas} replicas, nor does anything within"
-                " an eighth of it"
-            )
-        return near
+        return _batch(self.global_batch, replicas, stages)
+
+
+#: Micro-batches per stage of which a pipeline is full enough, and of which there is little left to gain.
+FULL, MOST = 4, 8
+
+
+def micro_batches(share: int, stages: int) -> int:
+    """Return into how many equal micro-batches a replica splits its share of a batch: as many as it can.
+
+    They are `MOST` per stage of a pipeline at most; one stage alone takes a sequence at a time.
+    """
+    most = share if stages == 1 else min(share, MOST * stages)
+    return next(count for count in range(most, 0, -1) if share % count == 0)
+
+
+@functools.lru_cache(maxsize=256)  # a planner asks it of the same grids for each method
+def _batch(asked: int, replicas: int, stages: int) -> int:
+    least, most = (asked * (1 + off) / replicas for off in (-1 / 8, 1 / 8))
+    if not (shares := range(max(1, math.ceil(least)), math.floor(most) + 1)):
+        raise ConfigError(
+            f"global_batch = {asked} does not split into {replicas} replicas, nor does anything within an eighth of it"
+        )
+
+    def short(share: int) -> int:
+        """Return how many micro-batches a pipeline lacks to be full enough."""
+        return max(0, FULL * stages - micro_batches(share, stages)) if stages > 1 else 0
+
+    return replicas * min(shares, key=lambda share: (short(share), abs(share * replicas - asked)))
 
 
 #: H, slices, ratios of a subspace and ratio of a projection that are tried.
@@ -186,15 +210,13 @@ def run_of(
 ) -> RunConfig:
     """Return the configuration of the run that does a job by a method, with micro-batches as small as they can be.
 
-    A pipeline has at most 8 micro-batches per stage. width: how many machines share the sequences of each micro-batch.
+    A pipeline has at most `MOST` micro-batches per stage. width: how many machines share the sequences of each of them.
     Raises ConfigError where the job does not divide so, is shorter than `FEWEST_ROUNDS` rounds, or settings clash.
     """
-    batch = job.batch(replicas * width)
-    mine = batch // replicas // width
+    batch = job.batch(replicas * width, stages)
     steps = max(1, round(job.tokens / (batch * job.model.seq_len)))
     if steps < FEWEST_ROUNDS * method.sync_every_steps:
         raise ConfigError(f"{steps} steps are fewer than {FEWEST_ROUNDS} rounds of {method.sync_every_steps}")
-    most = mine if stages == 1 else 8 * stages  # of a pipeline's bubble there is little left then
     train = TrainConfig(
         steps=steps,
         global_batch=batch,
@@ -203,7 +225,7 @@ def run_of(
         warmup_steps=0,
         eval_every=0,
         eval_sequences=replicas,
-        accumulation=max(n for n in range(1, min(mine, most) + 1) if mine % n == 0),
+        accumulation=micro_batches(batch // replicas // width, stages),
         recompute=recompute,
         precision="bf16",
         **({"optimizer": "muon", "muon_lr": MUON_LR} if method.muon else {}),

@@ -26,11 +26,11 @@ from collections.abc import Collection
 from lowcomm.settings import ConfigError
 from pipelines.ladder.headline import headline_points, retrain
 from pipelines.ladder.origin import keep_origin
-from pipelines.ladder.plan import LADDER, PUBLISHED, Ladder, Row, Rung, locked
+from pipelines.ladder.plan import LADDER, PUBLISHED, Ladder, Row, Rung
 from pipelines.ladder.tune import tune
 from pipelines.ladder.workers import Workers, one_by_one
 from pipelines.probes import SCALE, write_digests
-from pipelines.project import load_params, record_seconds
+from pipelines.project import load_params, locked, record_seconds
 
 
 def prepare(ladder: Ladder, *, headline: bool = False) -> None:

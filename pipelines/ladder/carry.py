@@ -25,6 +25,7 @@ from lowcomm.settings import ConfigError
 from pipelines.ladder.origin import Origin
 from pipelines.ladder.plan import LADDER, Ladder
 from pipelines.probes import write_digests
+from pipelines.project import locked
 
 #: What the code as it was is asked: to train its probes, and to say which code it is and what their digests are.
 ASKED = """
@@ -87,11 +88,12 @@ def carry(ladder: Ladder, checkout: Path) -> list[str]:
     if (origin := ladder.origin) is None:
         raise ConfigError(f"no origin.json in {ladder.results}: there are no points yet")
     source, probes = probes_of(checkout)
-    write_digests(ladder.project)
-    after = Origin.of_probes(ladder, origin.python, origin.corpora)  # which it needs no points' text for
-    found, changed = carried(origin, dataclasses.replace(after, source=source, probes=probes), after)
-    found.write(ladder.results)
-    write_digests(ladder.project, known=found.digests)
+    with locked(ladder.build / "prepare.lock"):
+        write_digests(ladder.project)
+        after = Origin.of_probes(ladder, origin.python, origin.corpora)  # which it needs no points' text for
+        found, changed = carried(origin, dataclasses.replace(after, source=source, probes=probes), after)
+        found.write(ladder.results)
+        write_digests(ladder.project, known=found.digests)
     return changed
 
 

@@ -31,7 +31,8 @@ from lowcomm.experiment.project import pick
 from lowcomm.model.accounting import parameters
 from lowcomm.model.presets import PRESETS
 from lowcomm.settings import ConfigError
-from pipelines.ladder.plan import PUBLISHED, Ladder, Rung, base_of, write_whole
+from pipelines.ladder.plan import PUBLISHED, Ladder, Rung, base_of
+from pipelines.project import locked, write_whole
 from pipelines.report import Comparison, published, regime_of, span
 from pipelines.verdicts import Evidence, Likely, Paired, Regime, Unpaired, log_ratios, quantile, student
 
@@ -599,6 +600,11 @@ def register(ladder: Ladder, what: str, asked: Collection[str] = ()) -> bool:
         ConfigError: a row has points there already, as what is known is not predicted; it is none of those that can be
             predicted there; or a smaller rung has no pairs of it, or all have too few together for a line.
     """
+    with locked(ladder.build / "predictions.lock"):  # another command may be about to write what it has predicted
+        return _register(ladder, what, asked)
+
+
+def _register(ladder: Ladder, what: str, asked: Collection[str]) -> bool:
     plan, told = ladder.plan, ladder.read_predictions()
     if what == PUBLISHED:
         sizes = {name: PRESETS[name] for name in dict.fromkeys(plan.published.values())}

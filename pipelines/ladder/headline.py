@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import platform
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lowcomm.settings import ConfigError
 from pipelines.ladder.workers import one_by_one
-from pipelines.project import ROOT
+from pipelines.project import ROOT, write_whole
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -41,7 +42,8 @@ def headline_points(ladder: Ladder) -> list[Point]:
 def retrain(ladder: Ladder, workers: Workers) -> None:
     """Train the points that the folder `headline` of the build folder lacks, and remove those that the plan lacks.
 
-    Outcomes are written without seconds and environment, so that the same run makes the same file.
+    Outcomes are written without seconds and environment, so that the same run makes the same file. Where the text here
+    is another than that of the points in git, they say as "python" of which release it is.
     """
     folder = ladder.build / "headline"
     again = dataclasses.replace(ladder, results=folder)
@@ -52,7 +54,9 @@ def retrain(ladder: Ladder, workers: Workers) -> None:
     for point in points:  # clock and machine would make another file of the same run
         told = json.loads(point.file.read_text())
         kept = {key: value for key, value in told.items() if key not in ("seconds", "environment")}
-        point.file.write_text(json.dumps(kept, indent=1) + "\n")
+        if ladder.origin and not ladder.origin.is_of_text(ladder, point.config.data.corpus):
+            kept["python"] = platform.python_version()
+        write_whole(point.file, json.dumps(kept, indent=1) + "\n")
 
 
 def read_pairs(ladder: Ladder, folder: Path | str = "") -> list[Pair]:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from lowcomm.experiment.source import source_digest
 from lowcomm.settings import ConfigError
 from pipelines.probes import SCALE
+from pipelines.project import write_whole
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -67,8 +68,7 @@ class Origin:
 
     def write(self, results: Path) -> None:
         """Write the origin beside the points of a results folder, as origin.json."""
-        results.mkdir(parents=True, exist_ok=True)
-        (results / "origin.json").write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+        write_whole(results / "origin.json", json.dumps(dataclasses.asdict(self), indent=1) + "\n")
 
     @property
     def digests(self) -> dict[tuple[str, str], str]:
@@ -84,9 +84,13 @@ class Origin:
         """Tell whether probes are trained on the same text here, so that their digests can be compared."""
         return self.smoke == {name: ladder.corpus(name, SCALE) for name in self.smoke}
 
+    def is_of_text(self, ladder: Ladder, corpus: str) -> bool:
+        """Tell whether a corpus here is the same as that of the points."""
+        return self.corpora[corpus] == ladder.corpus(corpus, ladder.first_rung)
+
     def check(self, ladder: Ladder, corpus: str) -> None:
         """Raise ConfigError where a corpus here is not the same as that of the points."""
-        if self.corpora[corpus] != ladder.corpus(corpus, ladder.first_rung):
+        if not self.is_of_text(ladder, corpus):
             raise ConfigError(
                 f"the corpus {corpus} was made with Python {platform.python_version()} here, but that of the points in"
                 f" {ladder.results} with {self.python}, and is another: train with that, or remove origin.json, points,"

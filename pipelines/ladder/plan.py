@@ -11,13 +11,11 @@ Each point that is done is a small JSON file in git, so that no machine does it 
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import functools
 import hashlib
 import json
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -174,12 +172,50 @@ OUTER_LINES = ("gain", "momentum", "rise")
 KINDS_OF_LINE = ("lr", "muon", "warmup", "embedding", *OUTER_LINES)
 
 
-def _entry(section: Mapping[str, Any] | None, where: str, needed: Sequence[str], valid: Sequence[str] = ()) -> Any:
-    """Return a section of plan.yaml, {} for an empty one. Raises ConfigError for a key that lacks or is unknown."""
+def _parsed_once(path: Path) -> Any:
+    """Return the content of a YAML file. Raises ConfigError where it is not YAML, or a mapping names a key twice."""
+
+    def check(node: yaml.Node | None) -> None:
+        children = node.value if isinstance(node, yaml.CollectionNode) else []
+        keys = [key.value for key, _ in children] if isinstance(node, yaml.MappingNode) else []
+        for key in keys:
+            if keys.count(key) > 1:
+                raise ConfigError(f"{path.name} names {key!r} twice, the second time after line {node.start_mark.line}")
+        for child in children:
+            for one in child if isinstance(child, tuple) else (child,):
+                check(one)
+
+    try:
+        text = path.read_text()
+        check(yaml.compose(text, yaml.SafeLoader))
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+
+
+def _number(name: str, value: Any) -> float:
+    """Return a number of plan.yaml as a float. Raises ConfigError where it is none."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ConfigError(f"{name} = {value!r} must be a number (YAML reads 1e-2 as text, and 1.0e-2 as a number)")
+    return float(value)
+
+
+def _count(name: str, value: Any) -> int:
+    """Return a whole number of plan.yaml, 0 or more. Raises ConfigError where it is none."""
+    if type(value) is not int or value < 0:
+        raise ConfigError(f"{name} = {value!r} must be a whole number, 0 or more")
+    return value
+
+
+def _entry(section: Mapping[str, Any] | None, where: str, needed: Sequence[str] = (), valid: Sequence[str] = ()) -> Any:
+    """Return a section of plan.yaml, {} for an empty one.
+
+    Raises ConfigError for a key that lacks or, where some are named, is unknown.
+    """
     section = {} if section is None else section
     if not isinstance(section, Mapping):
         raise ConfigError(f"{where} in plan.yaml must have keys, got {section!r}")
-    for key in section:
+    for key in section if needed or valid else ():
         if key not in (*needed, *valid):
             raise ConfigError(f"unknown key {where}.{key} in plan.yaml{nearest(key, {*needed, *valid})}")
     for key in needed:
@@ -190,33 +226,41 @@ def _entry(section: Mapping[str, Any] | None, where: str, needed: Sequence[str],
 
 def read_plan(path: Path) -> Plan:
     """Read a plan.yaml. Raises ConfigError where it names what there is not, lacks what it needs, or breaks a rule."""
-    told = yaml.safe_load(path.read_text())
-    told = _entry(told, "plan", ("rungs", "rows", "lines"), ("headline", "published"))
+    told = _entry(_parsed_once(path), "plan", ("rungs", "rows", "lines"), ("headline", "published"))
     lines, rows, rungs = {}, {}, {}
-    for name, entry in told["lines"].items():
+    for name, entry in _entry(told["lines"], "lines").items():
         pick(dict.fromkeys(KINDS_OF_LINE), name, "line")
         entry = _entry(entry, f"lines.{name}", ("begin",), ("factor", "values"))
-        if entry.get("factor") and not entry["begin"] > 0:
+        begin, factor = (_number(f"lines.{name}.{key}", entry.get(key, 0.0)) for key in ("begin", "factor"))
+        if factor and not begin > 0:
             raise ConfigError(f"lines.{name}.begin = {entry['begin']} must be above 0: it is taken times a factor")
-        lines[name] = Line(entry["begin"], entry.get("factor", 0.0), tuple(entry.get("values", ())))
-    for name, entry in told["rows"].items():
+        values = tuple(_number(f"lines.{name}.values", value) for value in entry.get("values", ()))
+        lines[name] = Line(begin, factor, values)
+    for name, entry in _entry(told["rows"], "rows").items():
         entry = _entry(entry, f"rows.{name}", (), ("from", "lines", "begin", "rungs", "seeds"))
-        begin, own = entry.get("begin", {}), tuple(entry.get("rungs", ()))
-        start, seeds = entry.get("from", ""), entry.get("seeds", {})
+        start, own, seeds = entry.get("from", ""), tuple(entry.get("rungs", ())), entry.get("seeds", {})
         if not isinstance(seeds, dict):
             raise ConfigError(f"rows.{name}.seeds = {seeds!r} must say how many at which rung, as {{0.12M: 3}}")
+        seeds = {rung: _count(f"rows.{name}.seeds.{rung}", count) for rung, count in seeds.items()}
+        begin = {
+            line: _number(f"rows.{name}.begin.{line}", value)
+            for line, value in _entry(entry.get("begin"), f"rows.{name}.begin").items()
+        }
         row = Row(name, tuple(entry.get("lines", ())), start, tuple(begin.items()), own, seeds)
         for rung in own:
             pick(told["rungs"], rung, f"rung of rows.{name}")
         for line in (*row.lines, *begin):
-            pick(lines, line, f"line of rows.{name}")
+            if not pick(lines, line, f"line of rows.{name}").has(begin.get(line, lines[line].begin)):
+                raise ConfigError(
+                    f"rows.{name}.begin.{line} = {begin[line]:g} is not among that line's values,"
+                    f" {', '.join(map(str, lines[line].values))}"
+                )
         if row.start and row.start not in rows:
             raise ConfigError(f"rows.{name} begins from {row.start!r}, which must stand before it")
         rows[name] = row
-    for name, entry in told["rungs"].items():
+    for name, entry in _entry(told["rungs"], "rungs").items():
         entry = _entry(entry, f"rungs.{name}", ("seeds", "tuned_at"), ("rows", "gpu"))
-        if type(entry["seeds"]) is not int:
-            raise ConfigError(f"rungs.{name}.seeds = {entry['seeds']!r} must be a whole number")
+        _count(f"rungs.{name}.seeds", entry["seeds"])
         chosen = tuple(entry.get("rows", (row.name for row in rows.values() if name in (row.rungs or (name,)))))
         for row in chosen:
             pick(rows, row, f"row of rungs.{name}")
@@ -444,23 +488,6 @@ class Ladder:
             raise ConfigError(
                 f"{name} has not been predicted at {rung}: python -m pipelines.ladder predict {rung} {name}"
             )
-
-
-def write_whole(file: Path, text: str) -> None:
-    """Write a file, and its folder where that is missing, so that a kill at any moment leaves all of it or nothing."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_suffix(".tmp")
-    partial.write_text(text)
-    partial.rename(file)
-
-
-@contextlib.contextmanager
-def locked(file: Path) -> Iterator[None]:
-    """Lock a file, which is made if need be, for the length of a `with` statement; other processes that ask wait."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed, or its process is gone
-        yield
 
 
 def base_of(row: str, configs: Mapping[str, RunConfig]) -> str:

@@ -14,8 +14,9 @@ from typing import Any
 import yaml
 
 from lowcomm.settings import ConfigError
-from pipelines.ladder.plan import Ladder, Line, Plan, Point, Row, Values, locked, write_whole
+from pipelines.ladder.plan import Ladder, Line, Plan, Point, Row, Values
 from pipelines.ladder.workers import Task, Workers
+from pipelines.project import locked, write_whole
 
 #: A generator that yields values of lines, is sent their loss, and returns the best values with their loss.
 Walk = Generator[dict[str, float], float, tuple[dict[str, float], float]]
@@ -102,8 +103,9 @@ def tune(ladder: Ladder, rung: str, workers: Workers, rows: Collection[str] = ()
 
     A row begins with the best of three: what was found for it at the rung below, what was found for its parent here,
     and its own best trial here so far (which another order of its lines may have come to). A row without lines takes
-    its parent's as it is. A value that its line cannot take any more is left out, so that the line begins where the
-    plan says. Where a walk comes to settings that are refused (a pull beyond its bound, say) it turns back.
+    its parent's as it is. A value that its line cannot take any more, or whose line is gone, is left out, so that the
+    line begins where the plan says. Where a walk comes to settings that are refused (a pull beyond its bound, say) it
+    turns back.
 
     Args:
         ladder: the ladder, with its plan.
@@ -148,7 +150,7 @@ def tune(ladder: Ladder, rung: str, workers: Workers, rows: Collection[str] = ()
             found[row.name] = before[row.name]
         elif row.lines:
             begun = [entry["values"] for entry in (below, parent) if entry] + best_trial(ladder, row, rung) or [{}]
-            begun = [{name: v for name, v in start.items() if plan.lines[name].has(v)} for start in begun]
+            begun = [{k: v for k, v in start.items() if k in plan.lines and plan.lines[k].has(v)} for start in begun]
             steps, files = walk_row(plan, row, begun), set()
             values = next(steps)
             try:

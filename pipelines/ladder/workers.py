@@ -28,8 +28,9 @@ from lowcomm.experiment import LAUNCHER_VARIABLE, SAVING_S
 from lowcomm.experiment.claim import clear
 from lowcomm.experiment.run_folder import RunFolder
 from lowcomm.experiment.source import source_digest
-from pipelines.ladder.plan import Point, write_whole
+from pipelines.ladder.plan import Point
 from pipelines.launch import KEEP_MEMORY, cores, environment, keep_to_core, process_context
+from pipelines.project import write_whole
 
 #: A generator that yields points one by one, is sent their outcomes, and returns the tasks that can begin after it.
 Task = Generator[Point, dict[str, Any], list[Any]]
