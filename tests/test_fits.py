@@ -33,7 +33,7 @@ from pipelines.ladder.fits import (
     spreads_of,
 )
 from pipelines.ladder.margins import judged_margins
-from pipelines.ladder.penalties import COMPOSED, MANY, composed_rows
+from pipelines.ladder.penalties import COMPOSED_COLUMNS, MANY, composed_rows
 from pipelines.ladder.plan import LADDER, PUBLISHED, Ladder
 from pipelines.ladder.positions import PARTS, read_positions
 from pipelines.project import write_whole
@@ -350,7 +350,7 @@ def test_the_sum_of_ingredients_stands_beside_the_run_of_all() -> None:
     whole = planted("together/all", {"0.12M": (0.12, 5), "0.33M": (0.3, 1)})
     without = planted("together/without_4_bits", {"0.12M": (0.1, 3)}, noise=0.0005)
     some = [*whole, *without]
-    found = pd.DataFrame(composed_rows(LADDER, some, table), columns=COMPOSED)
+    found = pd.DataFrame(composed_rows(LADDER, some, table), columns=COMPOSED_COLUMNS)
     sums = found[found.ingredient == "sum"].set_index("rung")
     assert sums.alone_pct["0.12M"] == pytest.approx(100 * math.expm1(6 * 0.02))
     assert sums.deviation_pct["0.12M"] == pytest.approx(100 * 0.003 * math.sqrt(6))

@@ -964,6 +964,19 @@ def test_no_table_of_the_first_pipeline_trains_the_ladder() -> None:
     assert all(out.startswith("build/ladder/") for out in made)
 
 
+def test_what_was_tuned_has_its_trial_in_git() -> None:
+    """Else nobody can see what it was chosen from."""
+    for rung in (rung.name for rung in LADDER.plan.rungs.values() if rung.tuned_at == rung.name):
+        trials = collections.defaultdict(dict)
+        for trial in read_trials(LADDER):
+            if trial["rung"] == rung:
+                key = tuple(sorted((name, trial[name]) for name in LADDER.plan.lines if name in trial))
+                trials[trial["row"]][key] = trial["val_loss"]
+        for row, entry in LADDER.read_tuned(rung).items():
+            if LADDER.plan.rows[row].lines:
+                assert trials[row].get(tuple(sorted(entry["values"].items()))) == entry["tuning_loss"], (rung, row)
+
+
 def test_the_ladders_tables_are_of_the_points_in_git() -> None:
     """Else: python -m pipelines.run_notebook notebooks/80_ladder.ipynb page -p scale laptop."""
     rows = gap_rows(read_cells(LADDER))

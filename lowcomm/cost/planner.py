@@ -507,10 +507,11 @@ def measured_penalties() -> Path:
 
 #: Tokens per parameter of the runs that penalties come from: of the least and of the most (NoLoCo's 6.8B and 125M).
 TOKENS_MEASURED = (7.4, 100.0)
-COLUMNS = """
+LEGEND = """
 replicas x stages of n: each stage of each replica is sharded over n machines of a box (FSDP).
-batch: sequences per step; what was asked for, rounded to a multiple of the replicas. utilisation: the share of a step
-in which a machine computes. bytes sent per token: by all machines together, between replicas and between stages.
+batch: sequences per step; what was asked for, rounded to what replicas share and a pipeline splits. utilisation: the
+share of a step in which a machine computes. bytes sent per token: by all machines together, between replicas and
+between stages.
 loss: over data-parallel training's at equal tokens, as runs measured it of each ingredient, added up, ± one deviation:
 of seeds, of fits, and of how far such a sum has missed a composed run. extrapolated: the largest factor between what is
 asked (replicas, H, slices, share of the stream, parameters) and the run that was nearest. days to equal loss: with the
@@ -733,7 +734,7 @@ def main(words: Sequence[str] | None = None) -> int:
     hidden = f", {(table.front & ~best).sum()} on the front not shown (--rows)" if (table.front & ~best).any() else ""
     print(f"{len(table)} configurations fit; the best {best.sum()} of them{hidden}:\n")
     print(markdown(shown(table[best])))
-    print(COLUMNS)
+    print(LEGEND)
     print(_overlapped(table, overlapped_days(cluster, job)))
     print("\nNewer than the four papers, by days at the high end:")
     print("\n".join(f"- {line}" for line in moves_front(table)))

@@ -54,7 +54,7 @@ PAIRS = (
 OURS, FEW_ROUNDS = "the ladder", "the ladder, few rounds"
 #: The row with all four papers, and the choices of it, left out by a row each, that make up each ingredient.
 ALL = "together/all"
-CHOICES = {
+MADE_OF = {
     "streaming": ("fragments", "overlap", "4 bits"),
     "pairs": ("pairs",),
     "routes": ("routes",),
@@ -64,9 +64,9 @@ CHOICES = {
 #: Degrees of freedom of which Student's t is as good as normal.
 MANY = 1000
 #: Columns of `composed_rows`.
-COMPOSED = ["rung", "ingredient", "alone_pct", "deviation_pct", "taken_from", "source", "left_out", "seeds"]
-COMPOSED += ["within_pct", "within_low", "within_high", "apart_pct", "apart_error", "apart_off"]
-COMPOSED += ["by_seed_pct", "by_seed_off", "by_seed_seeds"]
+COMPOSED_COLUMNS = ["rung", "ingredient", "alone_pct", "deviation_pct", "taken_from", "source", "left_out", "seeds"]
+COMPOSED_COLUMNS += ["within_pct", "within_low", "within_high", "apart_pct", "apart_error", "apart_off"]
+COMPOSED_COLUMNS += ["by_seed_pct", "by_seed_off", "by_seed_seeds"]
 
 
 @dataclass(frozen=True)
@@ -253,14 +253,14 @@ def composed_rows(ladder: Ladder, cells: Sequence[Cell], penalties: pd.DataFrame
     There is a row for each ingredient, or one for each choice of the run that makes it up; then one for their "sum",
     beside which the run's own gap stands. A size has no rows where an ingredient of it has not been measured.
 
-    Columns (`COMPOSED`): rung, ingredient; alone_pct and deviation_pct, in % of the loss, as `Penalties.one` takes them
-    from `source`, `taken_from` times away; left_out, the choice; within_pct with its 95 % interval (within_low,
-    within_high), the loss of the run over the loss of the one without the choice, in %, over `seeds`; and for the sum
-    apart_pct, 100 ln(sum / whole), with apart_error, its standard error, NaN for one seed, and apart_off, by which its
-    95 % interval goes to either side, by Student's t (Satterthwaite), NaN for fewer than three seeds. Errors of
-    ingredients count there as if they were known and had nothing in common. by_seed_pct is the same from the runs of
-    that size alone, seed by seed, with by_seed_off to either side, over by_seed_seeds; NaN where an ingredient has no
-    pair of that size and its amount, or fewer than three seeds are of all runs.
+    Columns (`COMPOSED_COLUMNS`): rung, ingredient; alone_pct and deviation_pct, in % of the loss, as `Penalties.one`
+    takes them from `source`, `taken_from` times away; left_out, the choice; within_pct with its 95 % interval
+    (within_low, within_high), the loss of the run over the loss of the one without the choice, in %, over `seeds`;
+    and for the sum apart_pct, 100 ln(sum / whole), with apart_error, its standard error, NaN for one seed, and
+    apart_off, by which its 95 % interval goes to either side, by Student's t (Satterthwaite), NaN for fewer than
+    three seeds. Errors of ingredients count there as if they were known and had nothing in common. by_seed_pct is the
+    same from the runs of that size alone, seed by seed, with by_seed_off to either side, over by_seed_seeds; NaN
+    where an ingredient has no pair of that size and its amount, or fewer than three seeds are of all runs.
     """
     known, by_place = Penalties(penalties), {(cell.row, cell.rung): cell for cell in cells}
     found: list[dict[str, Any]] = []
@@ -271,11 +271,16 @@ def composed_rows(ladder: Ladder, cells: Sequence[Cell], penalties: pd.DataFrame
         if not known.knows(method, config.stages):
             continue
         alone = known.parts(method, config.replicas, config.stages, cell.parameters)
-        blank = dict.fromkeys(COMPOSED, math.nan) | {"rung": cell.rung, "source": "", "left_out": "", "seeds": 0}
+        blank = dict.fromkeys(COMPOSED_COLUMNS, math.nan) | {
+            "rung": cell.rung,
+            "source": "",
+            "left_out": "",
+            "seeds": 0,
+        }
         for name, penalty in alone.items():
             told = blank | {"ingredient": name} | _percents(penalty.log_ratio, penalty.deviation)
             told |= {"taken_from": penalty.extrapolated, "source": penalty.source}
-            for choice in CHOICES.get(name, ("",)):
+            for choice in MADE_OF.get(name, ("",)):
                 other = by_place.get((f"together/without_{choice.replace(' ', '_')}", cell.rung))
                 both = other is not None and cell.losses.keys() & other.losses.keys()
                 within = _within(Paired.of(cell.losses, other.losses)) if both else {}
