@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import shutil
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import pandas as pd
 import pytest
 
 from lowcomm.settings import ConfigError
+from pipelines.ladder import fits
 from pipelines.ladder.__main__ import train
 from pipelines.ladder.fits import (
     Cell,
@@ -463,6 +465,25 @@ def test_only_what_is_not_known_is_predicted_and_but_once(three_rungs: Ladder) -
     after = three_rungs.read_predictions()
     assert list(after) == ["c", "noloco/small"]
     assert after["c"] == told["c"]
+
+
+def test_two_commands_that_predict_at_once_lose_nothing(three_rungs: Ladder, monkeypatch: pytest.MonkeyPatch) -> None:
+    for rung, gap in (("a", 0.05), ("b", 0.03)):
+        plant(three_rungs, rung, gap)
+    other = threading.Thread(target=register, args=(three_rungs, "c", ["data_parallel/batch"]))
+    begun = threading.Event()
+
+    def slowly(ladder: Ladder) -> list[Cell]:
+        if not begun.is_set():  # the first, which has read what stands: the other begins before it writes
+            begun.set()
+            other.start()
+            other.join(0.3)
+        return read_cells(ladder)
+
+    monkeypatch.setattr(fits, "read_cells", slowly)
+    assert register(three_rungs, "c", ["averaging"])
+    other.join(30)
+    assert set(three_rungs.read_predictions()["c"]["rows"]) == {"averaging", "data_parallel/batch"}
 
 
 def test_a_row_that_a_rung_gains_is_predicted_beside_what_stands(three_rungs: Ladder) -> None:
