@@ -10,7 +10,6 @@ has come back. The count is close, not exact: tests hold it within a fifth of wh
 from __future__ import annotations
 
 import collections
-import dataclasses
 import functools
 import math
 
@@ -18,7 +17,7 @@ import torch
 
 from lowcomm.choices import choose
 from lowcomm.comm.shares import encoded_mean_in_shares
-from lowcomm.cost.predict import kinds_of_stage, message_bytes, stage_numel
+from lowcomm.cost.predict import kinds_of_stage, message_bytes, stage_model, stage_numel
 from lowcomm.experiment.config import RunConfig
 from lowcomm.methods.boundary import make_boundary
 from lowcomm.methods.config import BoundaryConfig
@@ -36,9 +35,7 @@ def stage_memory(config: RunConfig, stage: int) -> MemoryCount:
 
     Where outer state is offloaded, NoLoCo's mean of the next peers' slow weights is still on the device.
     """
-    m, c, numel = config.method, config.model, stage_numel(config, stage)
-    part = dataclasses.replace(c, layers=len(stage_layers(c.layers, config.stages, stage)))
-    whole, trained = parameters(part), trained_parameters(part, m.sliced, m.slices)
+    m, numel = config.method, stage_numel(config, stage)
     buffers, fetched = 0, None
     if config.exchanges_parameters:
         plan = config.plan(stage)
@@ -47,39 +44,42 @@ def stage_memory(config: RunConfig, stage: int) -> MemoryCount:
         buffers = stepped + said - 1 + waiting
         if m.offload_outer:
             fetched = _most_fetched(plan, max(m.overlap_steps), stepped, said) + waiting * numel
-    trains = numel - (whole.total - trained.total)
     inner = choose(InnerOptimizer, config.train.optimizer, "train.optimizer")
     in_means = config.constraint is not None and not m.boundary.replicas  # else some replicas have none
+    untrained, fewer = _spared(
+        config.model, stage, config.stages, m.sliced, m.slices, inner, m.boundary if in_means else None
+    )
     return memory(
         numel,
         moments=inner.moments,
         outer_buffers=buffers,
         fetched=fetched,
-        trained=trains,
-        fewer=_fewer_moments(inner, c, m.boundary if in_means else None, (m.sliced, m.slices), stage, config.stages),
+        trained=numel - untrained,
+        fewer=fewer,
     )
 
 
 @functools.lru_cache(maxsize=256)  # a planner asks it of the same stages for each method
-def _fewer_moments(
-    inner: type[InnerOptimizer],
+def _spared(
     c: ModelConfig,
-    boundary: BoundaryConfig | None,
-    sliced: tuple[tuple[str, ...], int],
     stage: int,
     stages: int,
-) -> int:
-    """Count the entries of moments that a stage's inner optimizer does not keep, of what the first replica trains.
+    sliced: tuple[str, ...],
+    slices: int,
+    inner: type[InnerOptimizer],
+    boundary: BoundaryConfig | None,
+) -> tuple[int, int]:
+    """Return the number of a stage's values that a replica does not train, and of moments that it does not keep.
 
-    boundary: the settings of a subspace whose second moments are means, None where there are no means. sliced: the
-    parts that are sliced, and the number of slices.
+    sliced, slices: the parts that are sliced, and into how many. inner: the inner optimizer. boundary: the settings of
+    a subspace whose second moments are means, None where there are no means.
     """
-    shapes = parameter_shapes(c, stage=stage, stages=stages)
+    part, shapes = stage_model(c, stage, stages), parameter_shapes(c, stage=stage, stages=stages)
     fewer = inner.fewer_moments(shapes)
     if inner.moments > 1 and boundary is not None:
-        mine = (piece for piece in pieces(shapes, *sliced, c.layers) if piece.owner in (None, 0))
+        mine = (piece for piece in pieces(shapes, sliced, slices, c.layers) if piece.owner in (None, 0))
         fewer += moments_in_means(c, boundary, ((piece.parameter, piece.numel) for piece in mine))
-    return fewer
+    return parameters(part).total - trained_parameters(part, sliced, slices).total, fewer
 
 
 def _most_fetched(plan: Plan, tau: int, stepped: int, said: int) -> int:

@@ -78,7 +78,7 @@ def stage_flops(config: RunConfig) -> list[tuple[float, float]]:
     logits = 2 * sequences * t.seq_len * c.dim * c.vocab_size
     through = {"all": None, "own": 1, "own_and_random": 2}[m.input_gradients]
     for stage in range(config.stages):
-        part = dataclasses.replace(c, layers=len(stage_layers(c.layers, config.stages, stage)))
+        part = stage_model(c, stage, config.stages)
         last = stage == config.stages - 1
         forward = forward_flops(part, sequences, t.seq_len) - (not last) * logits
         whole = training_flops(
@@ -129,6 +129,12 @@ def kinds_of_stage(config: RunConfig) -> dict[int, int]:
         layers = len(stage_layers(config.model.layers, config.stages, stage))
         kinds.setdefault((stage == 0, stage == config.stages - 1, layers), []).append(stage)
     return {stages[0]: len(stages) for stages in kinds.values()}
+
+
+@functools.lru_cache(maxsize=256)  # a planner asks it of the same stages for each method
+def stage_model(model: ModelConfig, stage: int, stages: int) -> ModelConfig:
+    """Return a model of as many layers as a stage has of another, with a whole model's embedding and head."""
+    return dataclasses.replace(model, layers=len(stage_layers(model.layers, stages, stage)))
 
 
 def stage_numel(config: RunConfig, stage: int) -> int:
