@@ -18,7 +18,7 @@ import pandas as pd
 from pipelines.ladder.fits import MAIN_ROWS
 from pipelines.ladder.plan import LADDER
 from pipelines.project import ROOT, load_params
-from pipelines.readme import with_blocks, write_times
+from pipelines.readme import named, with_blocks, write_times
 from pipelines.report import ladder_table, listed, markdown, read_claims, told
 from pipelines.verdicts import BORNE_OUT, FACTOR, HEADLINE, MARGIN, OUTCOMES, Claim, corrected, judge
 
@@ -103,8 +103,8 @@ A row is a method and its variant, as in `diloco/m2`. Variants that more than on
 `h30` a round of 30 steps, `rising_momentum` (`m1_rising`) an outer momentum that rises from 0, `unlike` text that
 replicas do not share, `long` twice the steps.
 
-- `data_parallel`: `batch` is what gaps are to. `doubled` has twice the batch in half the steps, and is what those of
-  rows of 8 replicas and more are to; gaps of `long` rows are to its `long`.
+- `data_parallel`: gaps are measured against `batch`, those of rows with 8 replicas or more against `doubled`, which has
+  twice the batch in half the steps, and those of `long` rows against `long`.
 - `averaging`: local updates whose parameters are averaged.
 - `diloco`, `streaming`, `noloco`: as in their papers; `heavy_ball` in place of Nesterov's momentum;
   `falling_momentum` and `falling_rate` follow points of the run; `everyone` in place of pairs. Of `streaming`:
@@ -164,8 +164,8 @@ def _of_sizes() -> str:
         told.append(f"{enough.sum()} of {len(main)} at {rung.called}{note}")
     return (
         f"[The ladder](ladder/README.md) trains methods at {len(told)} sizes. Of its main rows"
-        f" ({listed([name.partition(' (')[0] for name in MAIN_ROWS.values()])}) these have the seeds and the rounds"
-        f" that a claim needs: {'; '.join(told)}."
+        f" ({listed([named(row) for row in MAIN_ROWS])}) these have the seeds and the rounds that a claim needs:"
+        f" {'; '.join(told)}."
     )
 
 

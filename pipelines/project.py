@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,7 +46,7 @@ def record_seconds(stage: str, scale: str, seconds: float) -> None:
 def write_whole(file: Path, text: str) -> None:
     """Write a file, and its folder where that is missing, so that a kill at any moment leaves all of it or nothing."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(f".{file.name}.{os.getpid()}")
+    partial = file.with_suffix(".tmp")
     partial.write_text(text)
     partial.rename(file)
 

@@ -133,14 +133,14 @@ def _what_bands_are(gaps: pd.DataFrame) -> str:
         return ""
     few = sorted(set(lined.rung[lined.rounds < HEADLINE.rounds]))
     has = "has" if len(few) == 1 else "have"
-    short = f", of which {listed(few)} {has} too few rounds for the papers' regime" if few else ""
+    short = f" {listed(few)} {has} too few rounds for the papers' regime." if few else ""
     of_sizes: dict[str, list[str]] = {}
     for row, some in lined.groupby("method", sort=False):
-        of_sizes.setdefault(listed(some.rung), []).append(_named(row))
-    told = "; ".join(f"{sizes} of {listed(rows)}" for sizes, rows in of_sizes.items())
+        of_sizes.setdefault(listed(some.rung), []).append(named(row))
+    told = "; ".join(f"{listed(rows)} at {sizes}" for sizes, rows in of_sizes.items())
     return (
-        f" The figure's bands are lines through all sizes with two seeds or more ({told}){short}, extrapolated to the"
-        " sizes at which others have published theirs: a guess, not a result."
+        f" The figure's bands are lines through all sizes with two seeds or more ({told}), extrapolated to the sizes at"
+        f" which others have published theirs: a guess, not a result.{short}"
     )
 
 
@@ -155,17 +155,18 @@ def _whether_gaps_fall() -> str:
     for outcome, some in slopes.groupby(outcomes, sort=False):
         parts = []
         for rungs, alike in some.groupby("rung", sort=False):
-            first, *_, last = rungs.split(", ")
+            sizes = rungs.split(", ")
             means = [
-                f"{'rises' if rises else 'falls'} for {listed([_named(row) for row in there.row])}"
+                f"{'rises' if rises else 'falls'} for {listed([named(row) for row in there.row])}"
                 for rises, there in alike.groupby("is_above")
             ]
-            parts.append(f"from {first} to {LADDER.plan.rungs[last].called} the mean {', and '.join(means)}")
+            from_to = f"from {sizes[0]} to {sizes[-1]}{LADDER.plan.not_tuned(sizes[-1:])}"
+            parts.append(f"{from_to} the mean gap {', and '.join(means)}")
         told.append(f"{outcome}: {'; '.join(parts)}")
     return f" That gaps fall with size is {'. It is '.join(told)}." if told else ""
 
 
-def _named(row: str) -> str:
+def named(row: str) -> str:
     """Return the name in prose of a main row of the ladder, without its explanation in brackets."""
     return MAIN_ROWS[row].partition(" (")[0]
 

@@ -277,10 +277,10 @@ def each(shown: Mapping[int, bool]) -> Evidence:
 def together(*parts: Evidence | None) -> Evidence | None:
     """Return evidence that all parts hold; None where one of them is None, as nothing was run for it.
 
-    Evidence for it is the weakest of the parts', and evidence against it the strongest, that of tests corrected for
-    their number. Both are NaN where those of a part are, as of one seed. It is a fact where all parts are, or where one
-    fails that is. The regime is the least of the parts', and the effect the mean of theirs, None unless all have one.
-    Raises ValueError where there is no part.
+    Evidence for it is the weakest of the parts', and evidence against it the strongest, where that of tests is
+    corrected for their number. Both are NaN where those of a part are, as of one seed. It is a fact where all parts are
+    facts, or where a part that is a fact fails. The regime is the least of the parts', and the effect the mean of
+    theirs, None unless all have one. Raises ValueError where there is no part.
     """
     if not parts:
         raise ValueError("nothing to judge together")

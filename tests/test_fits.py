@@ -35,7 +35,7 @@ from pipelines.ladder.fits import (
     spreads_of,
 )
 from pipelines.ladder.margins import judged_margins
-from pipelines.ladder.penalties import COMPOSED_COLUMNS, MANY, composed_rows
+from pipelines.ladder.penalties import COMPOSED_COLUMNS, MANY, composed_rows, pairs_of
 from pipelines.ladder.plan import LADDER, PUBLISHED, Ladder
 from pipelines.ladder.positions import PARTS, read_positions
 from pipelines.project import write_whole
@@ -465,6 +465,18 @@ def test_only_what_is_not_known_is_predicted_and_but_once(three_rungs: Ladder) -
     after = three_rungs.read_predictions()
     assert list(after) == ["c", "noloco/small"]
     assert after["c"] == told["c"]
+
+
+def test_what_two_pairs_of_rows_measure_is_told_by_the_first() -> None:
+    """Routes by NoLoCo's, where it has them, and else by those of the run of all: a table has one row of each kind."""
+    some = read_cells(LADDER)
+    (left_out,) = (cell for cell in some if cell.row == "together/without_routes")
+    alone = next(cell for cell in some if cell.row == "noloco/routes")
+    planted = dataclasses.replace(left_out, rung=alone.rung, parameters=alone.parameters)
+    pairs = list(pairs_of(LADDER, some))
+    assert list(pairs_of(LADDER, [*some, planted])) == pairs
+    routes = {pair.cell.rung: pair.cell.row for pair in pairs if pair.ingredient == "routes"}
+    assert routes == {left_out.rung: "together/all", alone.rung: "noloco/routes"}
 
 
 def test_two_commands_that_predict_at_once_lose_nothing(three_rungs: Ladder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,6 +155,10 @@ def test_a_row_is_walked_from_the_better_of_its_starts() -> None:
         ({"rungs": {"a": {"seeds": -1, "tuned_at": "a"}}}, "rungs.a.seeds = -1 must be a whole number, 0 or more"),
         ({"rows": {"one": {"seeds": {"a": 1.5}}}}, "rows.one.seeds.a = 1.5 must be a whole number, 0 or more"),
         ({"rows": {"one": {"begin": 3}}}, "rows.one.begin in plan.yaml must have keys, got 3"),
+        ({"rows": {"one": {"lines": "lr"}}}, "rows.one.lines in plan.yaml must be a list, got 'lr'"),
+        ({"lines": {"lr": {"begin": 1.0, "values": 3}}}, "lines.lr.values in plan.yaml must be a list, got 3"),
+        ({"published": ["one"]}, r"published in plan.yaml must have keys, got \['one'\]"),
+        ({"rungs": {"a": {"seeds": 1, "tuned_at": "b"}, "b": None}}, "rungs.a.tuned_at = 'b' is a rung that is not"),
         (
             {"rows": {"one": {"lines": ["lr"], "begin": {"lr": 3.0}}}, "lines": {"lr": {"begin": 1, "values": [1, 2]}}},
             "rows.one.begin.lr = 3 is not among that line's values, 1.0, 2.0",
@@ -172,7 +176,7 @@ def test_a_row_that_is_named_twice_is_refused(tmp_path: Path) -> None:
     """Else the first would be lost without a word."""
     file = tmp_path / "plan.yaml"
     file.write_text("rungs: {}\nlines: {}\nrows:\n  one: {seeds: {}}\n  two: {}\n  one: {}\n")
-    with pytest.raises(ConfigError, match="plan.yaml names 'one' twice"):
+    with pytest.raises(ConfigError, match="plan.yaml names 'one' twice, again on line 6"):
         read_plan(file)
     file.write_text("rungs: {}\nlines: {}\nrows:\n")
     assert read_plan(file).rows == {}
@@ -572,6 +576,8 @@ def test_points_are_those_of_plain_runs_and_none_is_done_again(small: Ladder, ca
     assert main(["headline"], small) == 0
     assert {pair.here["python"] for pair in read_pairs(small, again)} == {platform.python_version()}
     origin.write(small.results)
+    assert main(["headline"], small) == 0
+    assert all("python" not in pair.here for pair in read_pairs(small, again))
 
     rows = known(small)
     assert set(rows) == set(small.plan.rows)

@@ -316,7 +316,9 @@ def test_the_batch_is_rounded_to_what_replicas_can_share() -> None:
         config = run_of(Method(30), asked, replicas, 2)
         assert (config.train.global_batch, config.train.accumulation) == (batch, count)
         assert run_of(Method(30), asked, replicas, 1).train.global_batch == replicas * round(256 / replicas)
-    assert run_of(Method(30), asked, 8, 2).train.global_batch == 256
+    for replicas, stages in ((8, 2), (32, 4), (16, 8), (8, 16)):  # of few sequences each is a micro-batch: 256 it is
+        assert asked.batch(replicas, stages) == 256
+    assert Job(MODEL, 1e12, 10_000_019).batch(6, 2) == 10_000_020  # the nearest whose share, 1,666,670, splits in 10
     assert JOB.batch(22, 2) == 66  # three sequences for each, and so three micro-batches at most
     with pytest.raises(ConfigError, match="305 steps are fewer than 10 rounds of 100"):
         run_of(Method(100), Job(MODEL, tokens=1e7, global_batch=64), 2, 1)

@@ -164,7 +164,6 @@ def test_facts_are_no_tests() -> None:
     # A test whose probability is too small for a float is a test all the same.
     sure = lower(planted(-0.5, seeds=30, noise=1e-9))
     assert (sure.p_for, sure.p_against) == (0.0, 1.0)
-    assert judge([Claim("so", "it is", Evidence(0.04, 0.96)), Claim("so", "it is", sure)]) == [BORNE_OUT, BORNE_OUT]
     assert judge([Claim("so", "it is", Evidence(0.97, 0.03)), Claim("so", "it is", sure)])[0] == NOT_RESOLVED
     assert student(-40, 30) == 0.0 == 1 - student(40, 30)
 

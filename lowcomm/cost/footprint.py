@@ -27,7 +27,7 @@ from lowcomm.methods.plan import Plan
 from lowcomm.methods.streaming import layer_of
 from lowcomm.methods.subspace import moments_in_means, overhead_bytes
 from lowcomm.model.accounting import MemoryCount, memory, parameter_shapes, parameters, trained_parameters
-from lowcomm.model.config import ModelConfig, stage_layers
+from lowcomm.model.config import ModelConfig
 
 
 def stage_memory(config: RunConfig, stage: int) -> MemoryCount:
@@ -108,7 +108,7 @@ def activation_bytes(config: RunConfig, stage: int) -> int:
     c, t = config.model, config.train
     tokens = config.local_batch // t.accumulation * t.seq_len
     micro_batches = t.accumulation if config.stages > 1 else 1
-    layers = len(stage_layers(config.model.layers, config.stages, stage))
+    layers = stage_model(c, stage, config.stages).layers
     q, kv = c.heads * c.width_of_head, c.key_value_heads * c.width_of_head
     inside = 4 * c.dim + 3 * q + 2 * kv + (4 if c.mlp == "gated" else 2) * c.ffn_dim
     waiting = layers * (c.dim if t.recompute else inside)

@@ -9,7 +9,7 @@ messages in 2 bits. Where replicas may send nonsense (`--untrusted`), it is loca
 clipped mean. Machines and their links being alike, either all replicas compress between their stages or none does: of
 selective compression, sparse messages over a subspace is the case of all. What settings refuse, and what does not fit
 into memory, is left out. Time and bytes are `predict`'s, memory is `footprint`'s. The
-global batch is rounded to what the replicas can share.
+global batch is rounded to what the replicas can share and pipelines split.
 
 Loss is not predicted: it is what runs measured of each ingredient, ours or a paper's, whichever is nearer
 (`ingredients`), turned into the tokens, and so the days, that buy a penalty back. These rank configurations, by their
@@ -132,13 +132,13 @@ class Job:
         """Return the multiple of `replicas` that is nearest to `global_batch`, within an eighth of it.
 
         For pipelines of several stages it is the nearest whose share splits into `FULL` micro-batches per stage or
-        more; where there is none, the one whose share splits into the most. Raises ConfigError where no multiple is
-        within an eighth.
+        more, or into single sequences; where there is none, the nearest that lacks the fewest micro-batches. Raises
+        ConfigError where no multiple is within an eighth.
         """
         return _batch(self.global_batch, replicas, stages)
 
 
-#: Micro-batches per stage of which a pipeline is full enough, and of which there is little left to gain.
+#: Micro-batches per stage from which a pipeline counts as full, and beyond which there is little left to gain.
 FULL, MOST = 4, 8
 
 
@@ -153,17 +153,20 @@ def micro_batches(share: int, stages: int) -> int:
 
 @functools.lru_cache(maxsize=256)  # a planner asks it of the same grids for each method
 def _batch(asked: int, replicas: int, stages: int) -> int:
-    least, most = (asked * (1 + off) / replicas for off in (-1 / 8, 1 / 8))
-    if not (shares := range(max(1, math.ceil(least)), math.floor(most) + 1)):
+    best, near = (math.inf, 0), round(asked / replicas)
+    for off in range(asked // replicas // 8 + 2):  # outwards from the nearest
+        for share in sorted({near - off, near + off}, key=lambda share: abs(share * replicas - asked)):
+            if share < 1 or abs(share * replicas / asked - 1) > 1 / 8:
+                continue
+            wanted = min(FULL * stages, share) if stages > 1 else 0
+            best = min(best, (max(0, wanted - micro_batches(share, stages)), share), key=lambda one: one[0])
+            if not best[0]:
+                return share * replicas
+    if not best[1]:
         raise ConfigError(
             f"global_batch = {asked} does not split into {replicas} replicas, nor does anything within an eighth of it"
         )
-
-    def short(share: int) -> int:
-        """Return how many micro-batches a pipeline lacks to be full enough."""
-        return max(0, FULL * stages - micro_batches(share, stages)) if stages > 1 else 0
-
-    return replicas * min(shares, key=lambda share: (short(share), abs(share * replicas - asked)))
+    return best[1] * replicas
 
 
 #: H, slices, ratios of a subspace and ratio of a projection that are tried.

@@ -126,14 +126,14 @@ def kinds_of_stage(config: RunConfig) -> dict[int, int]:
     """
     kinds: dict[tuple[bool, bool, int], list[int]] = {}
     for stage in range(config.stages):
-        layers = len(stage_layers(config.model.layers, config.stages, stage))
+        layers = stage_model(config.model, stage, config.stages).layers
         kinds.setdefault((stage == 0, stage == config.stages - 1, layers), []).append(stage)
     return {stages[0]: len(stages) for stages in kinds.values()}
 
 
 @functools.lru_cache(maxsize=256)  # a planner asks it of the same stages for each method
 def stage_model(model: ModelConfig, stage: int, stages: int) -> ModelConfig:
-    """Return a model of as many layers as a stage has of another, with a whole model's embedding and head."""
+    """Return the model with only as many layers as a stage has; its embedding and its head stay whole."""
     return dataclasses.replace(model, layers=len(stage_layers(model.layers, stages, stage)))
 
 
@@ -158,9 +158,8 @@ def turns(config: RunConfig, stage: int) -> list[dict[str, Turn]]:
 
 @functools.lru_cache(maxsize=256)
 def _turns(plan: Plan) -> list[dict[str, Turn]]:
-    found: dict[Any, dict[str, Turn]] = {}  # where all replicas meet, once for fragments of the same sections
-    all_meet = plan.peers.most(plan.replicas) == plan.replicas
-    keys = [(*f.alike.items(), f.numel) if all_meet else index for index, f in enumerate(plan.fragments)]
+    found: dict[Any, dict[str, Turn]] = {}  # where all always meet, once for fragments of the same sections
+    keys = [tuple(f.alike.items()) if plan.peers.one_model else index for index, f in enumerate(plan.fragments)]
     for index, key in enumerate(keys):
         if key not in found:
             sent = [plan.sent_bytes(index, 1, replica) for replica in range(plan.replicas)]

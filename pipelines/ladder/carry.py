@@ -85,10 +85,11 @@ def carry(ladder: Ladder, checkout: Path) -> list[str]:
 
     Raises ConfigError as `probes_of` and `carried` do, and where there are no points.
     """
-    if (origin := ladder.origin) is None:
+    if ladder.origin is None:
         raise ConfigError(f"no origin.json in {ladder.results}: there are no points yet")
     source, probes = probes_of(checkout)
     with locked(ladder.build / "prepare.lock"):
+        origin = ladder.origin  # as it is by now
         write_digests(ladder.project)
         after = Origin.of_probes(ladder, origin.python, origin.corpora)  # which it needs no points' text for
         found, changed = carried(origin, dataclasses.replace(after, source=source, probes=probes), after)

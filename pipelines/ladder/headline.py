@@ -45,7 +45,7 @@ def retrain(ladder: Ladder, workers: Workers) -> None:
     Outcomes are written without seconds and environment, so that the same run makes the same file. Where the text here
     is another than that of the points in git, they say as "python" of which release it is.
     """
-    folder = ladder.build / "headline"
+    folder, origin = ladder.build / "headline", ladder.origin
     again = dataclasses.replace(ladder, results=folder)
     points = [dataclasses.replace(point, ladder=again) for point in headline_points(ladder)]
     one_by_one(points, workers)
@@ -53,9 +53,9 @@ def retrain(ladder: Ladder, workers: Workers) -> None:
         file.unlink()
     for point in points:  # clock and machine would make another file of the same run
         told = json.loads(point.file.read_text())
-        kept = {key: value for key, value in told.items() if key not in ("seconds", "environment")}
-        if ladder.origin and not ladder.origin.is_of_text(ladder, point.config.data.corpus):
-            kept["python"] = platform.python_version()
+        kept = {key: value for key, value in told.items() if key not in ("seconds", "environment", "python")}
+        if origin and not origin.is_of_text(ladder, point.config.data.corpus):
+            kept["python"] = told.get("python", platform.python_version())
         write_whole(point.file, json.dumps(kept, indent=1) + "\n")
 
 

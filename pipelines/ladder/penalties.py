@@ -134,13 +134,16 @@ class MeasuredPair(NamedTuple):
 
 
 def pairs_of(ladder: Ladder, cells: Sequence[Cell]) -> Iterator[MeasuredPair]:
-    """Yield each of the `PAIRS` at each size that has both of its rows."""
-    by = {(cell.row, cell.rung): cell for cell in cells}
+    """Yield each of the `PAIRS` at each size that has both of its rows, the first of those that measure the same."""
+    by, had = {(cell.row, cell.rung): cell for cell in cells}, set()
     for ingredient, amount, row, against in PAIRS:
         for cell in (cell for cell in cells if cell.row == row):
             if not against or (against, cell.rung) in by:
                 config = ladder.configs(cell.rung)[row]
                 here = amount or config.model.dim / config.method.boundary.rank
+                if (what := (ingredient, here, cell.replicas, cell.rung)) in had:
+                    continue
+                had.add(what)
                 yield MeasuredPair(ingredient, here, cell, by[against, cell.rung].losses if against else cell.base)
 
 

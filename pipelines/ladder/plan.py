@@ -172,18 +172,23 @@ OUTER_LINES = ("gain", "momentum", "rise")
 KINDS_OF_LINE = ("lr", "muon", "warmup", "embedding", *OUTER_LINES)
 
 
-def _parsed_once(path: Path) -> Any:
+def _parsed_strictly(path: Path) -> Any:
     """Return the content of a YAML file. Raises ConfigError where it is not YAML, or a mapping names a key twice."""
+    seen: set[int] = set()  # of nodes that have been looked at, as one may stand in several places
 
     def check(node: yaml.Node | None) -> None:
-        children = node.value if isinstance(node, yaml.CollectionNode) else []
-        keys = [key.value for key, _ in children] if isinstance(node, yaml.MappingNode) else []
-        for key in keys:
-            if keys.count(key) > 1:
-                raise ConfigError(f"{path.name} names {key!r} twice, the second time after line {node.start_mark.line}")
-        for child in children:
-            for one in child if isinstance(child, tuple) else (child,):
-                check(one)
+        if id(node) in seen or not isinstance(node, yaml.CollectionNode):
+            return
+        seen.add(id(node))
+        named = set()
+        for child in node.value:
+            if isinstance(child, tuple):
+                key, child = child
+                if (name := (key.tag, str(key.value))) in named and key.tag != "tag:yaml.org,2002:merge":
+                    line = key.start_mark.line + 1
+                    raise ConfigError(f"{path.name} names {key.value!r} twice, again on line {line}")
+                named.add(name)
+            check(child)
 
     try:
         text = path.read_text()
@@ -191,6 +196,14 @@ def _parsed_once(path: Path) -> Any:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+
+
+def _list(section: Mapping[str, Any], key: str, where: str) -> tuple[Any, ...]:
+    """Return a list of a section of plan.yaml, () where there is none. Raises ConfigError for what is no list."""
+    found = section.get(key)
+    if found is not None and not isinstance(found, list):
+        raise ConfigError(f"{where}.{key} in plan.yaml must be a list, got {found!r}")
+    return tuple(found or ())
 
 
 def _number(name: str, value: Any) -> float:
@@ -210,7 +223,7 @@ def _count(name: str, value: Any) -> int:
 def _entry(section: Mapping[str, Any] | None, where: str, needed: Sequence[str] = (), valid: Sequence[str] = ()) -> Any:
     """Return a section of plan.yaml, {} for an empty one.
 
-    Raises ConfigError for a key that lacks or, where some are named, is unknown.
+    Raises ConfigError where a needed key is missing or, where keys are named, another is there.
     """
     section = {} if section is None else section
     if not isinstance(section, Mapping):
@@ -226,7 +239,7 @@ def _entry(section: Mapping[str, Any] | None, where: str, needed: Sequence[str] 
 
 def read_plan(path: Path) -> Plan:
     """Read a plan.yaml. Raises ConfigError where it names what there is not, lacks what it needs, or breaks a rule."""
-    told = _entry(_parsed_once(path), "plan", ("rungs", "rows", "lines"), ("headline", "published"))
+    told = _entry(_parsed_strictly(path), "plan", ("rungs", "rows", "lines"), ("headline", "published"))
     lines, rows, rungs = {}, {}, {}
     for name, entry in _entry(told["lines"], "lines").items():
         pick(dict.fromkeys(KINDS_OF_LINE), name, "line")
@@ -234,11 +247,11 @@ def read_plan(path: Path) -> Plan:
         begin, factor = (_number(f"lines.{name}.{key}", entry.get(key, 0.0)) for key in ("begin", "factor"))
         if factor and not begin > 0:
             raise ConfigError(f"lines.{name}.begin = {entry['begin']} must be above 0: it is taken times a factor")
-        values = tuple(_number(f"lines.{name}.values", value) for value in entry.get("values", ()))
+        values = tuple(_number(f"lines.{name}.values", value) for value in _list(entry, "values", f"lines.{name}"))
         lines[name] = Line(begin, factor, values)
     for name, entry in _entry(told["rows"], "rows").items():
         entry = _entry(entry, f"rows.{name}", (), ("from", "lines", "begin", "rungs", "seeds"))
-        start, own, seeds = entry.get("from", ""), tuple(entry.get("rungs", ())), entry.get("seeds", {})
+        start, own, seeds = entry.get("from", ""), _list(entry, "rungs", f"rows.{name}"), entry.get("seeds", {})
         if not isinstance(seeds, dict):
             raise ConfigError(f"rows.{name}.seeds = {seeds!r} must say how many at which rung, as {{0.12M: 3}}")
         seeds = {rung: _count(f"rows.{name}.seeds.{rung}", count) for rung, count in seeds.items()}
@@ -246,7 +259,7 @@ def read_plan(path: Path) -> Plan:
             line: _number(f"rows.{name}.begin.{line}", value)
             for line, value in _entry(entry.get("begin"), f"rows.{name}.begin").items()
         }
-        row = Row(name, tuple(entry.get("lines", ())), start, tuple(begin.items()), own, seeds)
+        row = Row(name, _list(entry, "lines", f"rows.{name}"), start, tuple(begin.items()), own, seeds)
         for rung in own:
             pick(told["rungs"], rung, f"rung of rows.{name}")
         for line in (*row.lines, *begin):
@@ -265,14 +278,14 @@ def read_plan(path: Path) -> Plan:
         for row in chosen:
             pick(rows, row, f"row of rungs.{name}")
         at = pick(told["rungs"], entry["tuned_at"], f"rung to tune {name} at")
-        if at.get("tuned_at") != entry["tuned_at"]:
+        if (at or {}).get("tuned_at") != entry["tuned_at"]:
             raise ConfigError(f"rungs.{name}.tuned_at = {entry['tuned_at']!r} is a rung that is not tuned itself")
         rungs[name] = Rung(name, entry["seeds"], entry["tuned_at"], chosen, entry.get("gpu", False))
     for row in rows.values():
         for rung in row.seeds:
             if row.name not in pick(rungs, rung, f"rung of rows.{row.name}.seeds").rows:
                 raise ConfigError(f"rows.{row.name}.seeds has {rung!r}, a rung that does not have this row")
-    published = told.get("published", {})
+    published = _entry(told.get("published"), "published")
     for row, preset in published.items():
         pick(rows, row, "row of published")
         pick(PRESETS, preset, f"size of published.{row}")
