@@ -265,7 +265,7 @@ def test_losses_with_few_seeds_have_no_interval_and_small_sizes_are_not_told() -
     columns = ["method", "rung", "parameters", "rounds", "seeds", "gap_pct", "low_pct", "high_pct"]
     told = losses(pd.DataFrame(rows, columns=columns)).set_index("")
     assert list(told.index) == ["DiLoCo on 2 replicas", "NoLoCo on 4"]
-    small, large = "loss at 0.33M", "loss at 1.05M, with the rates of 0.33M"
+    small, large = (f"loss over data-parallel's at {size}" for size in ("0.33M", "1.05M, with the rates of 0.33M"))
     assert list(told.columns[2:]) == [small, large]
     assert told.loc["DiLoCo on 2 replicas", small] == "+1.2 (0.5 to 2.0) %"
     assert told.loc["DiLoCo on 2 replicas", large] == "+2.0 % (1 seed)"
