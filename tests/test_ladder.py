@@ -139,7 +139,10 @@ def test_a_row_is_walked_from_the_better_of_its_starts() -> None:
             "headline.rows has 'two', which is no row of rungs.a",
         ),
         ({"rungs": {"a": {"tuned_at": "a"}}}, "rungs.a in plan.yaml needs seeds"),
-        ({"rungs": {"a": {"seeds": "three", "tuned_at": "a"}}}, "rungs.a.seeds = 'three' must be a whole number"),
+        (
+            {"rungs": {"a": {"seeds": "three", "tuned_at": "a"}}},
+            "rungs.a.seeds must be a whole number from 0 on, got 'three'",
+        ),
         ({"rungs": {"a": None}}, "rungs.a in plan.yaml needs seeds"),
         (
             {"rungs": {"a": {"seeds": 1, "tuned_at": "b"}, "b": {"seeds": 1, "tuned_at": "a"}}},
@@ -152,8 +155,8 @@ def test_a_row_is_walked_from_the_better_of_its_starts() -> None:
         ({"lines": {"lr": {"begin": 1.0}}}, "a line needs either a factor above 1 or values"),
         ({"lines": {"lr": {"begin": 1.0, "values": [2.0]}}}, "must ascend and hold where it begins, 1.0"),
         ({"lines": {"lr": {"begin": "1e-2", "factor": 2.0}}}, "lines.lr.begin = '1e-2' must be a number"),
-        ({"rungs": {"a": {"seeds": -1, "tuned_at": "a"}}}, "rungs.a.seeds = -1 must be a whole number, 0 or more"),
-        ({"rows": {"one": {"seeds": {"a": 1.5}}}}, "rows.one.seeds.a = 1.5 must be a whole number, 0 or more"),
+        ({"rungs": {"a": {"seeds": -1, "tuned_at": "a"}}}, "rungs.a.seeds must be a whole number from 0 on, got -1"),
+        ({"rows": {"one": {"seeds": {"a": 1.5}}}}, "rows.one.seeds.a must be a whole number from 0 on, got 1.5"),
         ({"rows": {"one": {"begin": 3}}}, "rows.one.begin in plan.yaml must have keys, got 3"),
         ({"rows": {"one": {"lines": "lr"}}}, "rows.one.lines in plan.yaml must be a list, got 'lr'"),
         ({"lines": {"lr": {"begin": 1.0, "values": 3}}}, "lines.lr.values in plan.yaml must be a list, got 3"),
@@ -176,7 +179,7 @@ def test_a_row_that_is_named_twice_is_refused(tmp_path: Path) -> None:
     """Else the first would be lost without a word."""
     file = tmp_path / "plan.yaml"
     file.write_text("rungs: {}\nlines: {}\nrows:\n  one: {seeds: {}}\n  two: {}\n  one: {}\n")
-    with pytest.raises(ConfigError, match="plan.yaml names 'one' twice, again on line 6"):
+    with pytest.raises(ConfigError, match="plan.yaml is not YAML: key 'one' is named twice in .*, line 6, column 3"):
         read_plan(file)
     file.write_text("rungs: {}\nlines: {}\nrows:\n")
     assert read_plan(file).rows == {}

@@ -151,22 +151,29 @@ def micro_batches(share: int, stages: int) -> int:
     return next(count for count in range(most, 0, -1) if share % count == 0)
 
 
+def _shares(asked: int, replicas: int) -> Iterator[int]:
+    """Yield the shares of a batch that make it within an eighth of what is asked for, the nearest first."""
+    near = round(asked / replicas)
+    for off in range(asked // replicas // 8 + 2):
+        for share in sorted({near - off, near + off}, key=lambda share: abs(share * replicas - asked)):
+            if share >= 1 and abs(share * replicas / asked - 1) <= 1 / 8:
+                yield share
+
+
 @functools.lru_cache(maxsize=256)  # a planner asks it of the same grids for each method
 def _batch(asked: int, replicas: int, stages: int) -> int:
-    best, near = (math.inf, 0), round(asked / replicas)
-    for off in range(asked // replicas // 8 + 2):  # outwards from the nearest
-        for share in sorted({near - off, near + off}, key=lambda share: abs(share * replicas - asked)):
-            if share < 1 or abs(share * replicas / asked - 1) > 1 / 8:
-                continue
-            wanted = min(FULL * stages, share) if stages > 1 else 0
-            best = min(best, (max(0, wanted - micro_batches(share, stages)), share), key=lambda one: one[0])
-            if not best[0]:
-                return share * replicas
-    if not best[1]:
+    best, least = 0, math.inf  # the share that lacks the fewest micro-batches, and how many it lacks
+    for share in _shares(asked, replicas):
+        lacking = min(FULL * stages, share) - micro_batches(share, stages) if stages > 1 else 0
+        if lacking <= 0:
+            return share * replicas
+        if lacking < least:
+            best, least = share, lacking
+    if not best:
         raise ConfigError(
             f"global_batch = {asked} does not split into {replicas} replicas, nor does anything within an eighth of it"
         )
-    return best[1] * replicas
+    return best * replicas
 
 
 #: H, slices, ratios of a subspace and ratio of a projection that are tried.

@@ -41,6 +41,19 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # libyaml's, wher
         node.is_flat = True
 
 
+def read_yaml(path: Path) -> Any:
+    """Return the content of a YAML file.
+
+    Raises ConfigError where it cannot be read or is not YAML, or a mapping in it names a key twice.
+    """
+    try:
+        return yaml.load(path.read_text(), _Loader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+
+
 Params = dict[str, Any]
 _REQUIRED = ("method", "corpus", "replicas", "sizes", "seeds")
 _RUN_KEYS = {*_REQUIRED, "size", "override", "times", "variants"}
@@ -201,12 +214,7 @@ class Project:
         Raises ConfigError where it cannot be read or is not YAML, or its top-level keys are not those of a project.
         """
         path = path or self.root / "params.yaml"
-        try:
-            params = yaml.load(path.read_text(), _Loader)
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
-        except OSError as error:
-            raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+        params = read_yaml(path)
         valid = {"scale", "scales", "methods", "runs", "corpora"}
         if not isinstance(params, dict) or not valid <= set(params):
             missing = valid - set(params) if isinstance(params, dict) else valid

@@ -30,7 +30,7 @@ from pipelines.ladder.plan import LADDER, PUBLISHED, Ladder, Row, Rung
 from pipelines.ladder.tune import tune
 from pipelines.ladder.workers import Workers, one_by_one
 from pipelines.probes import SCALE, write_digests
-from pipelines.project import load_params, locked, record_seconds
+from pipelines.project import load_params, locked, record_seconds, write_whole
 
 
 def prepare(ladder: Ladder, *, headline: bool = False) -> None:
@@ -56,7 +56,7 @@ def _prepare(ladder: Ladder, headline: bool) -> None:
     link_rungs(ladder)
     if headline:
         told = {point.row.name: point.made_from() for point in points}
-        (ladder.build / "headline-made-from.json").write_text(json.dumps(told, indent=1) + "\n")
+        write_whole(ladder.build / "headline-made-from.json", json.dumps(told, indent=1) + "\n")
     else:
         keep_origin(ladder)
 

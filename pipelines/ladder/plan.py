@@ -23,10 +23,10 @@ from typing import Any
 import yaml
 
 from lowcomm.experiment.config import RunConfig
-from lowcomm.experiment.project import Project, pick
+from lowcomm.experiment.project import Project, pick, read_yaml
 from lowcomm.methods.schedule import Points
 from lowcomm.model.presets import PRESETS
-from lowcomm.settings import ConfigError, nearest
+from lowcomm.settings import ConfigError, nearest, whole_number
 from pipelines.ladder.origin import Origin
 from pipelines.probes import SCALE, corpus_digests
 from pipelines.project import BUILD, ROOT
@@ -172,32 +172,6 @@ OUTER_LINES = ("gain", "momentum", "rise")
 KINDS_OF_LINE = ("lr", "muon", "warmup", "embedding", *OUTER_LINES)
 
 
-def _parsed_strictly(path: Path) -> Any:
-    """Return the content of a YAML file. Raises ConfigError where it is not YAML, or a mapping names a key twice."""
-    seen: set[int] = set()  # of nodes that have been looked at, as one may stand in several places
-
-    def check(node: yaml.Node | None) -> None:
-        if id(node) in seen or not isinstance(node, yaml.CollectionNode):
-            return
-        seen.add(id(node))
-        named = set()
-        for child in node.value:
-            if isinstance(child, tuple):
-                key, child = child
-                if (name := (key.tag, str(key.value))) in named and key.tag != "tag:yaml.org,2002:merge":
-                    line = key.start_mark.line + 1
-                    raise ConfigError(f"{path.name} names {key.value!r} twice, again on line {line}")
-                named.add(name)
-            check(child)
-
-    try:
-        text = path.read_text()
-        check(yaml.compose(text, yaml.SafeLoader))
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
-
-
 def _list(section: Mapping[str, Any], key: str, where: str) -> tuple[Any, ...]:
     """Return a list of a section of plan.yaml, () where there is none. Raises ConfigError for what is no list."""
     found = section.get(key)
@@ -211,13 +185,6 @@ def _number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise ConfigError(f"{name} = {value!r} must be a number (YAML reads 1e-2 as text, and 1.0e-2 as a number)")
     return float(value)
-
-
-def _count(name: str, value: Any) -> int:
-    """Return a whole number of plan.yaml, 0 or more. Raises ConfigError where it is none."""
-    if type(value) is not int or value < 0:
-        raise ConfigError(f"{name} = {value!r} must be a whole number, 0 or more")
-    return value
 
 
 def _entry(section: Mapping[str, Any] | None, where: str, needed: Sequence[str] = (), valid: Sequence[str] = ()) -> Any:
@@ -239,7 +206,7 @@ def _entry(section: Mapping[str, Any] | None, where: str, needed: Sequence[str] 
 
 def read_plan(path: Path) -> Plan:
     """Read a plan.yaml. Raises ConfigError where it names what there is not, lacks what it needs, or breaks a rule."""
-    told = _entry(_parsed_strictly(path), "plan", ("rungs", "rows", "lines"), ("headline", "published"))
+    told = _entry(read_yaml(path), "plan", ("rungs", "rows", "lines"), ("headline", "published"))
     lines, rows, rungs = {}, {}, {}
     for name, entry in _entry(told["lines"], "lines").items():
         pick(dict.fromkeys(KINDS_OF_LINE), name, "line")
@@ -254,7 +221,7 @@ def read_plan(path: Path) -> Plan:
         start, own, seeds = entry.get("from", ""), _list(entry, "rungs", f"rows.{name}"), entry.get("seeds", {})
         if not isinstance(seeds, dict):
             raise ConfigError(f"rows.{name}.seeds = {seeds!r} must say how many at which rung, as {{0.12M: 3}}")
-        seeds = {rung: _count(f"rows.{name}.seeds.{rung}", count) for rung, count in seeds.items()}
+        seeds = {rung: whole_number(f"rows.{name}.seeds.{rung}", count) for rung, count in seeds.items()}
         begin = {
             line: _number(f"rows.{name}.begin.{line}", value)
             for line, value in _entry(entry.get("begin"), f"rows.{name}.begin").items()
@@ -273,7 +240,7 @@ def read_plan(path: Path) -> Plan:
         rows[name] = row
     for name, entry in _entry(told["rungs"], "rungs").items():
         entry = _entry(entry, f"rungs.{name}", ("seeds", "tuned_at"), ("rows", "gpu"))
-        _count(f"rungs.{name}.seeds", entry["seeds"])
+        whole_number(f"rungs.{name}.seeds", entry["seeds"])
         chosen = tuple(entry.get("rows", (row.name for row in rows.values() if name in (row.rungs or (name,)))))
         for row in chosen:
             pick(rows, row, f"row of rungs.{name}")
