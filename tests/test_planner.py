@@ -17,7 +17,7 @@ from lowcomm.__main__ import main as lowcomm
 from lowcomm.cost import planner
 from lowcomm.cost.footprint import node_bytes
 from lowcomm.cost.ingredients import DEMO_SHAPE, Law, Method, Penalties, Penalty
-from lowcomm.cost.planner import Cluster, Job, front, methods, model_of, plan, run_of, shown
+from lowcomm.cost.planner import Cluster, Job, front, methods, model_of, plan, run_of, shown, withstanding
 from lowcomm.cost.predict import Links, message_bytes
 from lowcomm.experiment.data import prepared
 from lowcomm.experiment.project import Project
@@ -625,6 +625,18 @@ def test_blocks_are_computed_again_only_where_their_insides_do_not_fit() -> None
     assert not roomy.recompute.any()
     assert tight.recompute.any()
     assert (tight.memory_gb <= 0.75).all()
+
+
+def test_memory_does_not_depend_on_the_length_of_rounds() -> None:
+    """So what does not fit with the shortest rounds is not tried with longer ones."""
+    for replicas, stages in ((2, 4), (4, 2), (8, 1)):
+        tried = [*methods(replicas, stages), *withstanding(methods(replicas, stages), replicas)]
+        held: dict[Method, set[int]] = {}
+        for method in tried:
+            whatever_rounds = dataclasses.replace(method, sync_every_steps=min(1, method.sync_every_steps))
+            held.setdefault(whatever_rounds, set()).add(node_bytes(run_of(method, JOB, replicas, stages)))
+        assert len(held) < len(tried) / 3
+        assert {len(found) for found in held.values()} == {1}
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
