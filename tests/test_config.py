@@ -298,9 +298,10 @@ def test_params_file_keys_are_checked(tmp_path) -> None:
     path = tmp_path / "params.yaml"
     path.write_text((ROOT / "params.yaml").read_text() + "\nrunz: {}\n")
     with pytest.raises(ConfigError, match="unknown key runz in params.yaml; did you mean 'runs'"):
-        load_params(path)
-    with pytest.raises(ConfigError, match="other.yaml cannot be read: No such file"):
-        load_params(tmp_path / "other.yaml")
+        Project(tmp_path).load_params()
+    path.unlink()
+    with pytest.raises(ConfigError, match="params.yaml cannot be read: No such file"):
+        Project(tmp_path).load_params()
 
 
 def test_a_size_may_change_numbers_of_methods() -> None:

@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from lowcomm.methods.config import BoundaryConfig, MethodConfig
-from lowcomm.methods.named import DeMo, SparseLoCo
+from lowcomm.methods.named import DeMo, DiLoCo, GASLoC, NoLoCo, SparseLoCo, StreamingDiLoCo
 from lowcomm.model.config import ModelConfig
 from lowcomm.settings import ConfigError
 
@@ -116,7 +116,7 @@ class Method:
         return {name: amount for name, amount in found.items() if amount != NO_PENALTY.get(name)}
 
     def settings(self, model: ModelConfig, stages: int) -> MethodConfig:
-        """Return the method's settings, as `params.yaml` would give them; numbers are those of the laptop scale.
+        """Return the method's settings: those of the named method that it is or begins with, and its choices.
 
         Raises ConfigError where the model is not as wide as the ratio is large.
         """
@@ -130,31 +130,32 @@ class Method:
                 if self.projection
                 else BoundaryConfig("subspace", rank, codec, update_every_steps=500, update_lr=1.0)
             )
-        route = "random_micro_batch" if self.pairs and stages > 1 else "fixed"
         if not self.sync_every_steps:
             return MethodConfig(exchange="gradients", boundary=boundary)
-        mean = {"mean": "clipped"} if self.clipped_mean else {}
-        if self.demo or self.sparse_messages:
-            named = replace(DeMo.default, outer_lr_shape=DEMO_SHAPE) if self.demo else SparseLoCo.default
-            return replace(named, sync_every_steps=self.sync_every_steps, route=route, boundary=boundary, **mean)
-        found: dict[str, Any] = {"outer": "nesterov", "outer_lr": 0.4, "outer_momentum": 0.9}
+        streamed = StreamingDiLoCo.default
+        if self.demo:
+            named = replace(DeMo.default, outer_lr_shape=DEMO_SHAPE)
+        elif self.sparse_messages:
+            named = SparseLoCo.default
+        elif self.gossip_momentum:
+            named = GASLoC.default
+        elif self.pairs:
+            named = NoLoCo.default
+        else:
+            named = replace(DiLoCo.default, outer_lr=streamed.outer_lr)
+        found: dict[str, Any] = {"route": "random_micro_batch" if self.pairs and stages > 1 else "fixed"}
         if self.rising_momentum:
-            found = {"outer": "nesterov", "outer_lr": 0.4, "outer_momentum_points": ("0@0", "0.9@0.5")}
-        if self.pairs:
-            found = {"outer": "noloco", "outer_lr": 0.7, "outer_momentum": 0.5, "outer_pull": 0.7, "peers": "group"}
-        if self.gossip_momentum:
-            found = {"outer": "gasloc", "outer_lr": 0.7, "outer_momentum": 0.6, "peers": "group"}
+            found |= {"outer_momentum": 0.0, "outer_momentum_points": ("0@0", "0.9@0.5")}
         if self.streaming:
-            found |= {"fragments": "strided", "overlap_steps": (1,), "mixing": 0.5, "codec": "e3m0"}
+            found |= {name: getattr(streamed, name) for name in ("fragments", "overlap_steps", "mixing", "codec")}
             found |= {"offload_outer": True}
         if self.slices > 1:
             found |= {"trainable": "slice", "slices": self.slices, "sliced": ("mlp",)}
         if self.two_bits:
             found |= {"codec": "levels", "error_feedback": 0.9}
-        found |= mean
-        return MethodConfig(
-            "parameters", sync_every_steps=self.sync_every_steps, route=route, boundary=boundary, **found
-        )
+        if self.clipped_mean:
+            found |= {"mean": "clipped"}
+        return replace(named, sync_every_steps=self.sync_every_steps, boundary=boundary, **found)
 
 
 #: DeMo's outer rate over a run, as factors of what it is set to: a short rise, and what a cosine does from there on.

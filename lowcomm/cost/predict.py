@@ -76,7 +76,6 @@ def stage_flops(config: RunConfig) -> list[tuple[float, float]]:
     c, t, m, found = config.model, config.train, config.method, []
     sequences = config.local_batch // t.accumulation
     logits = 2 * sequences * t.seq_len * c.dim * c.vocab_size
-    through = {"all": None, "own": 1, "own_and_random": 2}[m.input_gradients]
     for stage in range(config.stages):
         part = stage_model(c, stage, config.stages)
         last = stage == config.stages - 1
@@ -87,7 +86,7 @@ def stage_flops(config: RunConfig) -> list[tuple[float, float]]:
             t.seq_len,
             sliced=m.sliced,
             slices=m.slices,
-            through=through,
+            through=m.reached_slices,
             recompute=t.recompute,
         )
         whole -= (not last) * 3 * logits

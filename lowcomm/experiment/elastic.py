@@ -16,7 +16,6 @@ others are gone, and at the end a summary that says who took part in each round.
 from __future__ import annotations
 
 import logging
-import math
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +38,7 @@ from lowcomm.experiment.train import (
     environment,
     identity,
     mark_source,
+    perplexity,
     put_back,
     started_with,
     write_results,
@@ -226,7 +226,7 @@ def _summary(trainer: Trainer) -> dict[str, Any]:
         "run": config.to_dict(),
         "slot": engine.slot,
         "val_loss": loss,
-        "val_perplexity": math.exp(loss) if loss < 709 else math.inf,
+        "val_perplexity": perplexity(loss),
         "tokens": sum(sum(r["tokens"]) for r in rounds),
         "tokens_of_slots": {slot: engine.elastic.roll.tokens(slot) for slot in range(config.replicas)},
         "tokens_lost": sum(tokens for _, _, tokens in engine.elastic.roll.missed),

@@ -208,12 +208,12 @@ class Project:
                 return cls(folder)
         raise ConfigError(f"no params.yaml in {start} or above it: run this in the folder of a project")
 
-    def load_params(self, path: Path | None = None) -> Params:
-        """Read the whole of `params.yaml`, or of the file `path`, as plain dictionaries.
+    def load_params(self) -> Params:
+        """Read the whole of `params.yaml` as plain dictionaries.
 
         Raises ConfigError where it cannot be read or is not YAML, or its top-level keys are not those of a project.
         """
-        path = path or self.root / "params.yaml"
+        path = self.root / "params.yaml"
         params = read_yaml(path)
         valid = {"scale", "scales", "methods", "runs", "corpora"}
         if not isinstance(params, dict) or not valid <= set(params):

@@ -261,6 +261,11 @@ def write_results(trainer: Trainer, folder: RunFolder, summary: dict[str, Any]) 
         flush(folder.out)
 
 
+def perplexity(loss: float) -> float:
+    """Return the perplexity of a loss in nats per token, infinity where it is too large for a float."""
+    return math.exp(loss) if loss < 709 else math.inf
+
+
 def _summary(trainer: Trainer, rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Gather the results of the run from all ranks, which must all call this; `rows` are this rank's metrics."""
     config, world, t, m = trainer.config, trainer.world, trainer.config.train, trainer.config.method
@@ -277,7 +282,7 @@ def _summary(trainer: Trainer, rows: list[dict[str, Any]]) -> dict[str, Any]:
         t.seq_len,
         sliced=m.sliced,
         slices=m.slices,
-        through={"all": None, "own": 1, "own_and_random": 2}[m.input_gradients],
+        through=m.reached_slices,
         recompute=t.recompute,
         constraint=config.constraint,
     )
@@ -285,7 +290,7 @@ def _summary(trainer: Trainer, rows: list[dict[str, Any]]) -> dict[str, Any]:
         "complete": True,
         "run": config.to_dict(),
         "val_loss": val_loss,
-        "val_perplexity": math.exp(val_loss) if val_loss < 709 else math.inf,
+        "val_perplexity": perplexity(val_loss),
         **{key: value for key, value in rows[-1].items() if key.startswith("val_loss_") or key == "weight_spread"},
         "train_loss": (everyone[:, 0].sum() / everyone[:, 1].sum()).item(),
         "tokens": t.steps * t.global_batch * t.seq_len,

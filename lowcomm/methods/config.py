@@ -95,3 +95,8 @@ class MethodConfig:
     record_cosine: bool = False  # also exchange outer gradients to log their cosine; billed as analysis
     route: Literal["fixed", "random_step", "random_micro_batch"] = "fixed"  # through the stages of a pipeline
     boundary: BoundaryConfig = BoundaryConfig()
+
+    @property
+    def reached_slices(self) -> int | None:
+        """The number of slices of an MLP through which gradients reach its input; None where they do through all."""
+        return {"all": None, "own": 1, "own_and_random": 2}[self.input_gradients]

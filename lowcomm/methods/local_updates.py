@@ -528,7 +528,7 @@ class LocalUpdates(Engine):
         """Begin to replace `x` by its mean over this replica's group at a fragment's next turn; return its handle."""
         world, plan = self.world, self.plan
         group = plan.group(index, self.fragments[index].turns, world.replica)
-        if plan.is_plain(index) and len(group) == world.replicas and not ahead:
+        if plan.is_plain and len(group) == world.replicas and not ahead:
             refuse_non_finite(x, x.abs().max())
             return world.mean_async(x, purpose=purpose)
         of_outer = {"packed": packed, "sections": plan.sections(index), "reduce": plan.mean.over} if not ahead else {}

@@ -21,10 +21,8 @@ class DiLoCo(LocalUpdates):
     """DiLoCo (arXiv:2311.08105): outer gradients are averaged every H steps and applied with Nesterov momentum.
 
     Its paper trains with H = 500, an outer learning rate of 0.7 and a momentum of 0.9, which are the defaults, but for
-    H. With few rounds a momentum of 0.9 lags, and a smaller one is better.
+    H. With few rounds a momentum of 0.9 lags, and a smaller one is better. They are those of `LocalUpdates` too.
     """
-
-    default = MethodConfig("parameters", outer="nesterov", outer_lr=0.7, outer_momentum=0.9, sync_every_steps=30)
 
 
 class StreamingDiLoCo(LocalUpdates):

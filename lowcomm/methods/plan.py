@@ -329,8 +329,9 @@ class Plan:
             return self.peers.members((fragment, turn), self.replicas, replica)
         return self.peers.among((fragment, turn), self.replicas, replica, present)
 
-    def is_plain(self, fragment: int) -> bool:
-        """Tell whether turns of this fragment with all replicas are ordinary means of fp32 values, in two phases."""
+    @property
+    def is_plain(self) -> bool:
+        """Whether turns with all replicas are ordinary means of fp32 values, in two phases."""
         everyone = self.peers.most(self.replicas) == self.replicas
         plain = self.codec.lossless and self.mean.is_ordinary
         return plain and self.method.trainable != "slice" and everyone
@@ -382,7 +383,7 @@ class Plan:
             encoded_mean_in_shares(n, self.codec, met, len(owners) * met // self.replicas) for n, owners in this.alike
         )
         slow = encoded_mean_in_shares(this.numel, self.fp32, met, met)
-        return {OUTER: 1 + (self.is_plain(fragment) or shared), SLOW_WEIGHTS: 1 + slow}
+        return {OUTER: 1 + (self.is_plain or shared), SLOW_WEIGHTS: 1 + slow}
 
     def total_bytes(self, steps: int, replica: int) -> dict[str, int]:
         """Return the bytes that a replica sends in a run of `steps`, by purpose."""
