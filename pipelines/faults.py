@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,18 +39,18 @@ class Seen:
         row["seconds"] = round(row["seconds"] + report.duration, 2)
 
 
-def rows(results: Path = RESULTS) -> list[dict[str, Any]]:
+def rows() -> list[dict[str, Any]]:
     """Return the rows of the table as the last run of the tests has written them."""
-    return json.loads((results / "faults.json").read_text())
+    return json.loads((RESULTS / "faults.json").read_text())
 
 
-def main(results: Path = RESULTS) -> int:
-    """Run the marked tests, write the table to `faults.json` in `results`, and return pytest's exit status."""
+def main() -> int:
+    """Run the marked tests, write the table to `faults.json`, and return pytest's exit status."""
     seen = Seen()
     status = pytest.main(["-q", "-m", "fault", "-n", "auto", "--rootdir", str(ROOT), str(ROOT / "tests")], [seen])
-    results.mkdir(parents=True, exist_ok=True)
+    RESULTS.mkdir(parents=True, exist_ok=True)
     found = sorted(seen.rows.values(), key=lambda row: row["test"])
-    (results / "faults.json").write_text(json.dumps(found, indent=1) + "\n")
+    (RESULTS / "faults.json").write_text(json.dumps(found, indent=1) + "\n")
     return int(status)
 
 

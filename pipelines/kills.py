@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -211,17 +211,17 @@ def time_to(curve: list[list[float]], target: float) -> float:
     return min((at for _, at, loss in curve if loss <= target), default=float("inf"))
 
 
-def point(method: str, data: Path, work: Path, *, steps: int = STEPS, settings: Mapping[str, Any] = SETTINGS) -> dict:
+def point(method: str, data: Path, work: Path) -> dict[str, Any]:
     """Train a method undisturbed and under the three `KILLS`, and return its point: both times and both curves."""
-    calm = train(method, steps, data, work / "calm", settings, [])
-    reached = next(row for row in calm["curve"] if row[0] >= SHARE * steps)
+    calm = train(method, STEPS, data, work / "calm", SETTINGS, [])
+    reached = next(row for row in calm["curve"] if row[0] >= SHARE * STEPS)
     target = min(loss for step, _, loss in calm["curve"] if step <= reached[0])
     took = time_to(calm["curve"], target)
     faults = [Fault(round(share * took, 2), "kill", worker, REPLACED_S) for worker, share in KILLS]
-    killed = train(method, steps, data, work / "killed", settings, faults)
+    killed = train(method, STEPS, data, work / "killed", SETTINGS, faults)
     return {
         "method": method,
-        "steps": steps,
+        "steps": STEPS,
         "workers": WORKERS,
         "checkpoint_every_steps": CHECKPOINT_EVERY,
         "replaced_s": REPLACED_S,
@@ -253,26 +253,23 @@ def clock_apart(p: dict[str, Any]) -> float:
     return before[-1] if before else math.nan
 
 
-def points(results: Path = RESULTS) -> list[dict[str, Any]]:
+def points() -> list[dict[str, Any]]:
     """Return the points that have been measured, in the order of `METHODS`."""
-    files = [results / f"{method}.json" for method in METHODS]
+    files = [RESULTS / f"{method}.json" for method in METHODS]
     return [json.loads(file.read_text()) for file in files if file.exists()]
 
 
-def measure(results: Path = RESULTS, report: Callable[[str], None] = print) -> None:
-    """Measure all methods that `results` does not have yet, and write each to its file as soon as it is done.
-
-    report: called with the line of each.
-    """
+def measure() -> None:
+    """Measure all methods that have not been measured yet, and write and print each as soon as it is done."""
     with tempfile.TemporaryDirectory() as folder:
         data = corpus(Path(folder) / "data")
         for method in METHODS:
-            if not (file := results / f"{method}.json").exists():
+            if not (file := RESULTS / f"{method}.json").exists():
                 (work := Path(folder) / method).mkdir()
                 found = point(method, data, work)
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_text(json.dumps(found) + "\n")
-                report(told(found))
+                print(told(found), flush=True)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -83,11 +83,9 @@ class LaunchError(RuntimeError):
     """Raised where a run fails, with the tail of its log, and where jobs or their folders do not allow it to begin."""
 
 
-def curve_svg(losses: list[tuple[int, float]], steps: int, width: int = 480, height: int = 90) -> str:
-    """Return the losses so far, (step, loss) of a run of `steps`, as a small inline SVG; "" for fewer than two.
-
-    width, height: in pixels.
-    """
+def curve_svg(losses: list[tuple[int, float]], steps: int) -> str:
+    """Return the losses so far, (step, loss) of a run of `steps`, as a small inline SVG; "" for fewer than two."""
+    width, height = 480, 90  # in pixels
     if len(losses) < 2:
         return ""
     low, high = min(v for _, v in losses), max(v for _, v in losses)

@@ -59,6 +59,8 @@ LINKS = {
 VOCAB, TIMES = 344, 3
 #: Bytes are counted from the end of this step, when ranks have found each other, to this many steps before the last.
 _FIRST, _LAST = 3, 1
+#: The text of all runs.
+TEXT = DataConfig("docstrings", VOCAB, max_characters=400_000)
 #: Settings of all runs: a third of a million parameters, and batches that take as long as a message over the faster
 #: links.
 SHAPE: dict[str, Any] = {
@@ -68,8 +70,8 @@ SHAPE: dict[str, Any] = {
     "model.ffn_dim": 256,
     "model.vocab_size": VOCAB,
     "model.seq_len": 128,
-    "data.vocab_size": VOCAB,
-    "data.max_characters": 400_000,
+    "data.vocab_size": TEXT.vocab_size,
+    "data.max_characters": TEXT.max_characters,
     "train.seq_len": 128,
     "train.global_batch": 16,
     "train.warmup_steps": 1,
@@ -238,23 +240,23 @@ def framed_bytes(p: dict[str, Any]) -> tuple[float, float]:
 
 def corpus(folder: Path) -> Path:
     """Prepare a small corpus in a folder, and return the folder."""
-    prepare(CorpusConfig("docstrings"), DataConfig("docstrings", VOCAB, max_characters=400_000), folder)
+    prepare(CorpusConfig("docstrings"), TEXT, folder)
     return folder
 
 
-def measure(results: Path = RESULTS, *, times: int = TIMES) -> None:
-    """Measure all points that `results` does not have yet, and write and print each as soon as it is done.
+def measure() -> None:
+    """Measure all points that have not been measured yet, and write and print each as soon as it is done.
 
-    times: how often each is measured. Raises ConfigError where no testbed can be had.
+    Raises ConfigError where no testbed can be had.
     """
     with tempfile.TemporaryDirectory() as work:
         data = corpus(Path(work) / "data")
         for method in METHODS:
             for link in LINKS:
-                file = results / method / f"{link}.json"
+                file = RESULTS / method / f"{link}.json"
                 if file.exists():
                     continue
-                found = point(method, link, data, times=times)
+                found = point(method, link, data)
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_text(json.dumps(found, indent=1) + "\n")
                 print(told(found), flush=True)
@@ -273,9 +275,9 @@ def told(p: dict[str, Any]) -> str:
     )
 
 
-def points(results: Path = RESULTS) -> list[dict[str, Any]]:
+def points() -> list[dict[str, Any]]:
     """Return all points that have been measured, method by method and link by link."""
-    files = [results / method / f"{link}.json" for method in METHODS for link in LINKS]
+    files = [RESULTS / method / f"{link}.json" for method in METHODS for link in LINKS]
     return [json.loads(file.read_text()) for file in files if file.exists()]
 
 

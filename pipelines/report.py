@@ -7,7 +7,7 @@ import functools
 import json
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from IPython.display import Markdown, display
 from lowcomm.cost.tables import markdown
 from lowcomm.experiment.project import pick
 from lowcomm.settings import nearest
-from pipelines.project import ROOT
+from pipelines.project import ROOT, read_run
 from pipelines.verdicts import MARGIN, Claim, Corrected, Evidence, Paired, Regime, each, equal, lower, no_worse
 
 PAPERS = ROOT / "results" / "papers"
@@ -111,6 +111,20 @@ def read_claims(table: Path) -> list[Claim]:
     """Return the claims that a table's stage has written beside it; none where it has written none."""
     path = table.with_suffix(".claims.json")
     return [Claim.of(record) for record in json.loads(path.read_text())] if path.exists() else []
+
+
+def by_variant(runs: Iterable[str], scale: str) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """Return the summaries of runs at a scale, a list of seeds for each (run, variant); "rows" has a seed's metrics."""
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for run in runs:
+        for summary in read_run(run, scale):
+            found.setdefault((run, summary["variant"]), []).append(summary)
+    return found
+
+
+def curves(seeds: Iterable[Mapping[str, Any]], key: str = "val_loss") -> pd.DataFrame:
+    """Return a metric of the seeds of a run, a row for each seed and a column for each step at which it was taken."""
+    return pd.DataFrame([{row["step"]: row[key] for row in seed["rows"] if key in row} for seed in seeds])
 
 
 def regime_of(summary: Mapping[str, Any]) -> Regime:

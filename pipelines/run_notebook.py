@@ -23,7 +23,7 @@ import psutil
 import yaml
 
 from lowcomm.settings import ConfigError, nearest
-from pipelines.project import BUILD, ROOT, record_seconds
+from pipelines.project import BUILD, ROOT, load_params, record_seconds
 
 #: The names of shells, one of which stands between dvc and the command of a stage.
 _SHELLS = {"sh", "bash", "dash", "zsh", "fish"}
@@ -61,7 +61,7 @@ def run(notebook: Path, name: str, parameters: dict[str, Any]) -> float:
     if not notebook.exists():
         raise ConfigError(f"no notebook {notebook}")
     check_parameters(notebook, parameters)
-    scale = parameters.get("scale") or yaml.safe_load((ROOT / "params.yaml").read_text())["scale"]
+    scale = parameters.get("scale") or load_params()["scale"]
     executed = BUILD / "notebooks" / scale / f"{name.replace('@', '-')}.ipynb"
     executed.parent.mkdir(parents=True, exist_ok=True)
     os.environ["PYTHONPATH"] = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p)

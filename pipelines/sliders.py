@@ -11,7 +11,6 @@ import ipywidgets as widgets
 import matplotlib.pyplot as plt
 import pandas as pd
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter
 
 from lowcomm.cost.ingredients import Penalties
 from lowcomm.cost.planner import Cluster, Job, plan, shown
@@ -49,9 +48,7 @@ def draw(table: pd.DataFrame, title: str = "") -> Figure:
     ax.plot(advised["days"], advised["loss_percent"], "*", label="advised", **star)
     ax.set(xlabel="days", ylabel="loss over data-parallel, %", xscale="log")
     ax.set_title("\n".join(line for line in (title, told) if line), fontsize=9)
-    ax.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
-    ax.xaxis.set_major_formatter("{x:g}")
-    ax.xaxis.set_minor_formatter(NullFormatter())
+    plots.log_ticks(ax.xaxis)
     fig.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
     return fig
 

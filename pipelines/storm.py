@@ -104,17 +104,17 @@ class Fault:
     seconds: float
 
 
-def faults(seed: int, per_hour: float, seconds: float, slots: int = SLOTS) -> list[Fault]:
+def faults(seed: int, per_hour: float, seconds: float) -> list[Fault]:
     """Draw the faults of so many seconds from a seed, in their order.
 
     per_hour: how many are drawn. A fault of a slot that still has one, or had one within the last 10 seconds, is left
     out.
     """
     draw, found, at = random.Random(seed), [], 0.0
-    well = [0.0] * slots
+    well = [0.0] * SLOTS
     while (at := at + draw.expovariate(per_hour / 3600)) < seconds:
         kind, lasts = draw.choice([("kill", (1, 5)), ("stop", (1, 20)), ("cut", (1, 20))])
-        slot, length = draw.randrange(slots), draw.uniform(*lasts)
+        slot, length = draw.randrange(SLOTS), draw.uniform(*lasts)
         if well[slot] <= at:
             found.append(Fault(round(at, 2), kind, slot, round(length, 2)))
             well[slot] = at + length + 10

@@ -50,7 +50,7 @@ def test_the_tokenizer_is_lossless(tokenizer: Tokenizer) -> None:
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_the_tokenizer_knows_the_training_split_only(corpus: Path, tmp_path: Path) -> None:
+def test_the_tokenizer_knows_the_training_split_only(tmp_path: Path) -> None:
     """Text that only validation holds does not move the vocabulary."""
     rows = [{"text": f"document {i} says nothing new, {i} times over, in plain words"} for i in range(4000)]
     path = tmp_path / "rows.json"

@@ -444,7 +444,7 @@ def test_a_residual_is_kept_unless_an_earlier_start_has_said_it_since(replica: C
 
 
 @pytest.mark.parametrize("offload", [False, True])
-def test_a_message_that_nobody_has_heard_is_not_said(offload: bool, store: Notes, replica: Callable) -> None:
+def test_a_message_that_nobody_has_heard_is_not_said(offload: bool, replica: Callable) -> None:
     """With error feedback what a message loses is kept, and taken back where its round went on without it."""
     net, sync = replica(0, "sparse", slots=1, quorum=1, offload_outer=offload)
     trained(net, sync, until=6)
@@ -485,7 +485,7 @@ def test_a_checkpoint_holds_the_residual_of_its_version(replica: Callable) -> No
 @pytest.mark.fault(
     "one pair of NoLoCo takes longer to exchange than others may be silent", "the other pair waits for it"
 )
-def test_a_slow_pair_is_waited_for(store: Notes, replica: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_pair_is_waited_for(replica: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     rules = Rules(timeout_s=10.0, grace_s=8.0, silence_s=0.5)
     send = Frame.send
 

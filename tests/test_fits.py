@@ -17,6 +17,7 @@ from lowcomm.settings import ConfigError
 from pipelines.ladder import fits
 from pipelines.ladder.__main__ import train
 from pipelines.ladder.fits import (
+    GAP_COLUMNS,
     Cell,
     Fit,
     false_findings,
@@ -37,7 +38,7 @@ from pipelines.ladder.fits import (
 from pipelines.ladder.margins import judged_margins
 from pipelines.ladder.penalties import COMPOSED_COLUMNS, MANY, composed_rows, pairs_of
 from pipelines.ladder.plan import LADDER, PUBLISHED, Ladder
-from pipelines.ladder.positions import PARTS, read_positions
+from pipelines.ladder.positions import PARTS, POSITION_COLUMNS, read_positions
 from pipelines.project import write_whole
 from pipelines.verdicts import BORNE_OUT, NOT_BORNE_OUT, NOT_RESOLVED, OUTSIDE, Paired, quantile
 from tests.harness import small_ladder
@@ -240,7 +241,7 @@ def test_a_gap_stands_beside_that_of_the_seeds_which_tuning_did_not_see(three_ru
     plant(three_rungs, "a", 0.05)
     (cell,) = (cell for cell in read_cells(three_rungs) if cell.row == "averaging")
     (row,) = gap_rows([cell])
-    assert list(row)[-1] == "gap_without_seed_0_pct"
+    assert list(row) == GAP_COLUMNS
     assert row["gap_pct"] == pytest.approx(cell.pairs.percent()[0], rel=1e-12)
     assert row["gap_without_seed_0_pct"] == pytest.approx(100 * math.expm1(sum(cell.gaps[1:]) / 2))
     assert row["rounds"] == cell.regime.rounds == 3
@@ -539,6 +540,7 @@ def test_losses_by_position_are_set_beside_those_of_the_same_seed(three_rungs: L
         losses = [loss - 0.1 * part for part in range(PARTS)]
         file.write_text(json.dumps(json.loads(file.read_text()) | {"loss_by_position": losses}))
     found = read_positions(three_rungs)
+    assert {tuple(r) for r in found} == {tuple(POSITION_COLUMNS)}
     assert len(found) == 3 * PARTS  # of points that do not say it nothing is
     assert [r["to_token"] for r in found[:PARTS]] == [2, 4, 6, 8, 10, 12, 14, 16]
     third = {(r["row"], r["seed"]): (r["loss"], r["base_loss"]) for r in found if r["to_token"] == 6}

@@ -986,6 +986,13 @@ def test_what_was_tuned_has_its_trial_in_git() -> None:
                 assert trials[row].get(tuple(sorted(entry["values"].items()))) == entry["tuning_loss"], (rung, row)
 
 
+def test_every_variant_is_a_row() -> None:
+    """A probe of each is trained, which would be for nothing."""
+    runs = LADDER.params["runs"].items()
+    variants = {f"{run}/{name}".rstrip("/") for run, entry in runs for name in entry.get("variants", [""])}
+    assert variants == set(LADDER.plan.rows)
+
+
 def test_the_ladders_tables_are_of_the_points_in_git() -> None:
     """Else: python -m pipelines.run_notebook notebooks/80_ladder.ipynb page -p scale laptop."""
     rows = gap_rows(read_cells(LADDER))

@@ -392,7 +392,7 @@ def test_a_stop_ends_a_sweep_between_its_points_too(corpus: Path, tmp_path: Path
         assert (folder / "summary.json").exists() or list(folder.glob("checkpoints/step-????????"))
 
 
-def test_the_command_line_refuses_what_contradicts_all(corpus: Path, tmp_path: Path) -> None:
+def test_the_command_line_refuses_what_contradicts_all(tmp_path: Path) -> None:
     def told(*words: str, **environment: str) -> str:
         done = Group(command, *words, **environment).wait()
         assert done.returncode == 1

@@ -146,7 +146,7 @@ def test_recomputation_changes_nothing(stages: int, corpus: Path, tmp_path: Path
     assert kept == again
 
 
-def test_recomputation_keeps_less(corpus: Path) -> None:
+def test_recomputation_keeps_less() -> None:
     """With recomputation, autograd saves the inputs of four blocks alone, besides those of the head."""
     config = ModelConfig(dim=64, layers=4, heads=4, ffn_dim=256, vocab_size=64, seq_len=64)
     tokens = torch.randint(0, 64, (4, 65))
@@ -385,7 +385,7 @@ def test_pipelines_that_cannot_be_are_refused(override: dict, message: str) -> N
         deep_run(**override)
 
 
-def test_a_world_of_other_stages_is_refused(corpus: Path, tmp_path: Path) -> None:
+def test_a_world_of_other_stages_is_refused(corpus: Path) -> None:
     config = deep_run(stages=2)
     with pytest.raises(ConfigError, match="run diloco_m2 has 2 stages, the world has 1"):
         run_threads(lambda w: Trainer(config, w, TokenData(corpus, seq_len=32, global_batch=4, seed=0)), replicas=2)

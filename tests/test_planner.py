@@ -592,6 +592,28 @@ def test_the_committed_penalties_are_of_the_ladder_and_the_papers() -> None:
     assert found.log_ratio == pytest.approx(math.log(eight["loss"] / base["loss"]), abs=2 * 0.003)
 
 
+def test_the_composed_run_is_the_method_whose_ingredients_are_summed() -> None:
+    """`Penalties.composed` says which that is; the run is the ladder's."""
+    (gap,) = Penalties(_table([*ROWS, ("composed", 4, 8, SIZE, 0.2, 0.01, "ours")])).composed()
+    method = Method(30, streaming=True, pairs=True, slices=2, ratio=8)
+    assert gap.summed == pytest.approx(sum(p.log_ratio for p in PENALTIES.parts(method, 4, 2, SIZE).values()))
+    run = LADDER.configs("0.33M")["together/all"]
+    assert (run.replicas, run.stages, run.model.dim // run.method.boundary.rank) == (4, 2, 8)
+    planned = method.settings(run.model, run.stages)
+    for name in (
+        "sync_every_steps",
+        "fragments",
+        "overlap_steps",
+        "mixing",
+        "codec",
+        "outer",
+        "peers",
+        "slices",
+        "route",
+    ):
+        assert getattr(run.method, name) == getattr(planned, name), name
+
+
 def test_the_first_row_becomes_a_project_that_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The project that --write makes is read as the same configuration, and two ranks of it train a few steps."""
     shape = "dim=32,layers=4,heads=2,ffn_dim=64,vocab_size=300,seq_len=32"

@@ -318,7 +318,7 @@ def test_minutes_of_all_stages_are_shown_paper_by_paper() -> None:
     assert list(shown.loc["all"]) == ["3.0", "0.5", "3.5"]
 
 
-def test_readme_names_every_room_and_pipelines_every_module() -> None:
+def test_the_readme_names_every_package_and_each_says_what_it_is() -> None:
     readme = (ROOT / "README.md").read_text()
     for path in (ROOT / "lowcomm").iterdir():
         if path.is_dir() and path.name != "__pycache__":

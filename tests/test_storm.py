@@ -14,11 +14,11 @@ from pipelines.storm import Fault
 from tests.harness import ForkingTestbed
 
 SMALL = storm.SETTINGS | {
-    "model.vocab_size": links.VOCAB,
-    "data.corpus": "docstrings",
-    "data.vocab_size": links.VOCAB,
-    "data.max_characters": 400_000,
-    "data.tokenizer_characters": 4_000_000,
+    "model.vocab_size": links.TEXT.vocab_size,
+    "data.corpus": links.TEXT.corpus,
+    "data.vocab_size": links.TEXT.vocab_size,
+    "data.max_characters": links.TEXT.max_characters,
+    "data.tokenizer_characters": links.TEXT.tokenizer_characters,
     "train.eval_every": 50,
     "train.eval_sequences": 8,
     "method.sync_every_steps": 20,

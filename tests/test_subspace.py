@@ -457,7 +457,7 @@ def test_with_sgd_both_modes_are_one_through_updates(run: str, method: dict, cor
     assert found[0][-1] < found[0][0] - 0.05  # it has learnt
 
 
-def test_a_means_projection_is_the_same_before_and_after_it_is_applied(corpus: Path, tmp_path: Path) -> None:
+def test_a_means_projection_is_the_same_before_and_after_it_is_applied(corpus: Path) -> None:
     """Different tau, a lossy codec, an update in between: replicas agree on a fragment that all have applied.
 
     It is sent at step 12, applied at 12 and at 15; the subspace moves at 14.
@@ -498,7 +498,7 @@ def test_feedback_of_a_subspace_keeps_nothing_that_it_can_never_say() -> None:
     assert boundary.errors["gradients/0"].norm() < 0.01 * g.norm()
 
 
-def test_a_low_rank_message_of_few_tokens_is_of_fewer_ranks(corpus: Path, tmp_path: Path) -> None:
+def test_a_low_rank_message_of_few_tokens_is_of_fewer_ranks() -> None:
     """The last windows of an evaluation may be fewer tokens than the rank."""
     config = held(boundary={"kind": "low_rank", "rank": 12}, stages=2, train={"accumulation": 2, "global_batch": 4})
     boundary = make_boundary(config.method.boundary, config.model, Decoder(config.model))

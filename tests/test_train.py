@@ -201,7 +201,7 @@ def _stopped(corpus: Path, out: Path, *, at: int = 9, **override) -> RunConfig:
 
 
 def test_a_checkpoint_is_replaced_by_a_whole_one_before_it_is_removed(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def killed(path: Path) -> None:
         raise Crash

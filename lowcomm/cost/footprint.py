@@ -106,7 +106,6 @@ def activation_bytes(config: RunConfig, stage: int) -> int:
     log-probabilities and their gradient) and, with `train.recompute`, the intermediate results of a block.
     """
     c, t = config.model, config.train
-    tokens = config.local_batch // t.accumulation * t.seq_len
     micro_batches = t.accumulation if config.stages > 1 else 1
     layers = stage_model(c, stage, config.stages).layers
     q, kv = c.heads * c.width_of_head, c.key_value_heads * c.width_of_head
@@ -117,8 +116,8 @@ def activation_bytes(config: RunConfig, stage: int) -> int:
     gradients = 0
     if config.stages > 1:
         wide = max(message_bytes(config, replica)[1] for replica in (0, config.method.boundary.replicas))
-        gradients = 4 * tokens * c.dim if last else wide
-    return 4 * tokens * (micro_batches * waiting + at_once) + micro_batches * gradients
+        gradients = 4 * config.micro_batch_tokens * c.dim if last else wide
+    return 4 * config.micro_batch_tokens * (micro_batches * waiting + at_once) + micro_batches * gradients
 
 
 def kept_of_messages(config: RunConfig, stage: int) -> int:
@@ -127,8 +126,7 @@ def kept_of_messages(config: RunConfig, stage: int) -> int:
     There is one error for each micro-batch and direction: all stages but the last send activations, and all but the
     first send gradients.
     """
-    tokens = config.local_batch // config.train.accumulation * config.train.seq_len
-    each = make_boundary(config.method.boundary, config.model).kept_bytes(tokens)
+    each = make_boundary(config.method.boundary, config.model).kept_bytes(config.micro_batch_tokens)
     return config.train.accumulation * each * ((stage < config.stages - 1) + (stage > 0))
 
 

@@ -34,7 +34,7 @@ import yaml
 
 from lowcomm.cost.footprint import node_bytes
 from lowcomm.cost.ingredients import Method, Penalties, Penalty
-from lowcomm.cost.predict import Links, kinds_of_stage, predict, sent_per_step, stage_flops, stage_numel
+from lowcomm.cost.predict import Links, largest_stage_numel, predict, sent_per_step, stage_flops
 from lowcomm.cost.tables import markdown, si_bytes
 from lowcomm.experiment.config import DataConfig, RunConfig, TrainConfig
 from lowcomm.methods.elastic import least_quorum
@@ -346,7 +346,7 @@ def _slower(config: RunConfig, compute: Sequence[tuple[float, float]], width: in
     if width == 1:
         return 1.0
     passes, longest = config.train.accumulation, max(map(sum, compute))
-    numel = max(stage_numel(config, stage) for stage in kinds_of_stage(config))
+    numel = largest_stage_numel(config)
     seconds = 8 * (width - 1) / width * numel * (2 * 2 * passes + 4) / (mbit_per_s * 1e6)
     return max(1.0, seconds / (longest * passes))
 

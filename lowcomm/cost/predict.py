@@ -114,7 +114,7 @@ def message_bytes(config: RunConfig, replica: int = 0) -> tuple[int, int]:
     They are in the boundary's codec, which is fp32 unless another is set, under bf16 autocast as well.
     """
     boundary = make_boundary(config.method.boundary.of_replica(replica), config.model)
-    tokens = config.local_batch // config.train.accumulation * config.train.seq_len
+    tokens = config.micro_batch_tokens
     return boundary.activation_bytes(tokens), boundary.gradient_bytes(tokens)
 
 
@@ -139,6 +139,11 @@ def stage_model(model: ModelConfig, stage: int, stages: int) -> ModelConfig:
 def stage_numel(config: RunConfig, stage: int) -> int:
     """Return the number of parameters of a stage."""
     return parameters(config.model, config.constraint, stage=stage, stages=config.stages).total
+
+
+def largest_stage_numel(config: RunConfig) -> int:
+    """Return the number of parameters of the stage that has most."""
+    return max(stage_numel(config, stage) for stage in kinds_of_stage(config))
 
 
 @dataclass(frozen=True)
@@ -279,7 +284,7 @@ def predict(
         step = step + 8 * own / functools.reduce(np.minimum, bits_within)
     wait = latency * expected_max(_met(config), jitter)
     if m.exchange == "gradients" and config.replicas > 1:
-        numel = max(stage_numel(config, stage) for stage in kinds_of_stage(config))
+        numel = largest_stage_numel(config)
         step = step + 8 * mean_bytes(numel, 4, config.replicas) / bits_per_second + 2 * wait
     if config.exchanges_parameters and config.replicas > 1:
         step = _with_turns(config, step, bits_per_second, wait)

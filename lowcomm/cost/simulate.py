@@ -229,14 +229,13 @@ class Stages:
                 raise ValueError(f"{count} {name} for {stages} stages: one for each of {stages - 1} boundaries")
 
 
-def gpipe_step(p: Stages, micro_batches: int, *, overlap: bool = True, timeline: Timeline | None = None) -> Seconds:
+def gpipe_step(p: Stages, micro_batches: int, *, overlap: bool = True) -> Seconds:
     """Return the seconds of a training step in GPipe's order: all micro-batches forward, then all backward.
 
-    Without `overlap` a stage stands still while it sends. On the timeline labels are (kind, micro-batch), and resources
-    ("stage", s) and ("forward" or "backward", b). With S equal stages, M micro-batches and free wires a step takes
-    (M + S - 1) (forward + backward).
+    Without `overlap` a stage stands still while it sends. With S equal stages, M micro-batches and free wires a step
+    takes (M + S - 1) (forward + backward).
     """
-    timeline = timeline or Timeline()
+    timeline = Timeline()
     stages, ends = len(p.forward), []
 
     def carry(way: str, b: int, stage: int, m: int, seconds: Seconds, ready: Seconds) -> Seconds:

@@ -142,6 +142,11 @@ class RunConfig:
         return self.train.global_batch // self.replicas
 
     @property
+    def micro_batch_tokens(self) -> int:
+        """The number of tokens of a replica's micro-batch."""
+        return self.local_batch // self.train.accumulation * self.train.seq_len
+
+    @property
     def constraint(self) -> Constraint | None:
         """The constraint that the method's boundary puts on the model, or None."""
         return self.method.boundary.constraint(self.stages)
@@ -210,7 +215,7 @@ def _check(config: RunConfig) -> None:
             f"method.sync_every_steps (H) = {m.sync_every_steps} must be between 1 and train.steps = {t.steps}"
         )
     _check_pipeline(config)
-    check_boundary(m.boundary, config.model.dim, config.local_batch // t.accumulation * t.seq_len, config.stages)
+    check_boundary(m.boundary, config.model.dim, config.micro_batch_tokens, config.stages)
     if m.boundary.kind == "subspace":
         _check_subspace(config)
     if m.boundary.replicas:

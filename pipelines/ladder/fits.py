@@ -276,9 +276,16 @@ def _runs_at(ladder: Ladder, rung: Rung, rows: Collection[str]) -> dict[str, lis
     return found
 
 
-def gap_rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    """Return the rows of gaps.csv: each cell's means over its pairs, and its gap in % of the loss with a 95 % interval.
+#: The columns of gaps.csv.
+GAP_COLUMNS = ["method", "parameters", "tokens_per_parameter", "rounds", "seeds", "loss", "data_parallel_loss"]
+GAP_COLUMNS += ["gap_pct", "low_pct", "high_pct", "rung", "data_parallel_seeds"]
+GAP_COLUMNS += ["means_gap_pct", "means_low_pct", "means_high_pct", "gap_without_seed_0_pct"]
 
+
+def gap_rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
+    """Return the rows of gaps.csv, each a cell's means over its pairs, and its gap in % with a 95 % interval.
+
+    Their keys are `GAP_COLUMNS`.
     Data-parallel training, to which gaps are taken, is left out. Rounds are NaN where no parameters are exchanged.
     Beside the gap of pairs stands that of the means of all runs of both sides (`means_`). Tuning chose by the run of
     seed 0 (on other text), so that the gap without that seed stands beside that of all; it is NaN where there is no
@@ -467,18 +474,19 @@ def seed_0_apart(cells: Sequence[Cell]) -> float:
     return 100 * math.expm1(statistics.median(found)) if found else math.nan
 
 
-def false_findings(looks: Sequence[int], *, level: float = 0.05, draws: int = 20_000) -> float:
+def false_findings(looks: Sequence[int]) -> float:
     """Return how often pairs without any difference are told apart, where they are tested again with more of them.
 
-    It is the share of draws of which one of the looks, each at so many pairs in ascending order, finds a difference at
-    the level, from either tail.
+    It is the share of 20,000 draws of which one of the looks, each at so many pairs in ascending order, finds a
+    difference at the level of 5 %, from either tail.
     """
+    draws = 20_000
     pairs = np.random.default_rng(0).normal(size=(draws, looks[-1]))
     found = np.zeros(draws, bool)
     for count in looks:
         some = pairs[:, :count]
         t = some.mean(1) / some.std(1, ddof=1) * math.sqrt(count)
-        found |= np.abs(t) > quantile(1 - level / 2, count - 1)
+        found |= np.abs(t) > quantile(0.975, count - 1)
     return float(found.mean())
 
 

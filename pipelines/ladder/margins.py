@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipelines.ladder.fits import Cell, fit_row, several, spreads_of
+from pipelines.ladder.fits import MAIN_ROWS, Cell, fit_row, several, spreads_of
 from pipelines.ladder.plan import Plan
 from pipelines.verdicts import HEADLINE, NOTHING, Claim, Evidence, Likely, Regime, judge, no_worse
 
@@ -34,16 +34,7 @@ MARGINS = {
 #: What a slope needs: its deviation is that of the pairs of all sizes together, so that two at each size are enough.
 SLOPE = replace(HEADLINE, seeds=2)
 #: The rows whose gaps were to fall with size.
-FALLING = (
-    "diloco/m2",
-    "diloco/rising_momentum",
-    "streaming/h30",
-    "streaming/rising_momentum",
-    "noloco/m4",
-    "partial/half",
-    "protocol/quarter",
-    "together/all",
-)
+FALLING = (*MAIN_ROWS, "diloco/rising_momentum", "streaming/rising_momentum")
 
 
 @dataclass(frozen=True)

@@ -48,11 +48,16 @@ def loss_by_position(config: RunConfig, data: Path, weights: Path) -> list[float
     return [round(mean, 5) for mean in (sums / len(windows)).view(PARTS, -1).mean(1).tolist()]
 
 
+#: The columns of losses by position.
+POSITION_COLUMNS = ["rung", "row", "seed", "to_token", "loss", "base_loss"]
+
+
 def read_positions(ladder: Ladder) -> list[dict[str, Any]]:
     """Return the losses by position of all points that have them: a row for each point and part of a sequence.
 
-    Columns: rung, row, seed, to_token (the last token of the part, from 1), loss, and base_loss, that of data-parallel
-    training (`plan.base_of`) with the same seed in the same part; None where its point has none, as the oldest points.
+    Columns (`POSITION_COLUMNS`): rung, row, seed, to_token (the last token of the part, from 1), loss, and base_loss,
+    that of data-parallel training (`plan.base_of`) with the same seed in the same part; None where its point has none,
+    as the oldest points.
     """
     found = []
     for rung in ladder.plan.rungs.values():
