@@ -112,6 +112,15 @@ def test_predictions_hold_as_often_as_they_say() -> None:
     assert 275 <= inside <= 297
 
 
+def test_a_prediction_is_of_new_seeds_and_of_smaller_sizes_alone() -> None:
+    some = uneven(0, (5, 4, 3))
+    smaller = [cell for cell in some if cell.parameters < SIZES[2]]
+    told = predict(some, "method", SIZES[2], seeds=2)
+    assert told == predict(smaller, "method", SIZES[2], seeds=2)
+    expected = fit_row(smaller, "method").at(SIZES[2], seeds=2)
+    assert told["gap_pct"] == pytest.approx([100 * math.expm1(gap) for gap in expected], abs=1e-3)
+
+
 def test_a_line_has_the_errors_of_least_squares() -> None:
     """Gaps of 1, 2 and 6 at ln N = 0, 1, 2 have a slope of 5/2 and leave residuals of 1/2, -1 and 1/2."""
     fit = Fit.of([1.0, math.e, math.e**2], [1.0, 2.0, 6.0])
@@ -287,6 +296,9 @@ def test_gaps_of_papers_are_those_that_they_print() -> None:
     there = [r["gap_pct"] for r in published_gaps() if r["method"] == "noloco" and r["parameters"] == 6.8e9]
     assert sorted(there) == pytest.approx(sorted(100 * (ratio - 1) for ratio in large))
     assert found["protocol", "test of subspaces by others", 1e9] == pytest.approx(13.9)
+    told = {name for _, name, _ in found}
+    assert {f"scaling laws, M={replicas}" for replicas in (1, 2, 4, 8)} <= told
+    assert {f"Streaming DiLoCo, Table 5, H={h}" for h in (30, 100)} <= told
     assert (
         min(r["gap_pct"] for r in published_gaps() if r["told"] == "Protocol Models, Table 2") < 0
     )  # where it is better than dense
@@ -465,6 +477,9 @@ def test_only_what_is_not_known_is_predicted_and_but_once(three_rungs: Ladder) -
         register(LADDER, PUBLISHED, ["demo/m2"])  # of which several sizes are published
     after = three_rungs.read_predictions()
     assert list(after) == ["c", "noloco/small"]
+    printed = after["noloco/small"]
+    expected = fit_row(read_cells(three_rungs), "averaging").at(printed["parameters"])  # of the line, not of new seeds
+    assert printed["rows"]["averaging"]["gap_pct"] == pytest.approx([100 * math.expm1(g) for g in expected], abs=1e-3)
     assert after["c"] == told["c"]
 
 

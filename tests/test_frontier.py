@@ -154,6 +154,8 @@ def test_a_row_is_beaten_by_the_seeds_that_both_have(ladder: Ladder) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | {"val_loss": 3.0}))  # of both seeds the least
     assert the_front(ladder)["diloco/m2", 2]["on_front"]
     file.unlink()
+    file = file.with_name("seed0.json")
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"val_loss": 4.0 * 1.015}))
     assert not the_front(ladder)["diloco/m2", 2]["on_front"]
     assert the_front(ladder)["muloco/m2", 2]["on_front"]
 

@@ -12,6 +12,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from lowcomm.choices import choose
+from lowcomm.cost.footprint import stage_memory
 from lowcomm.experiment.config import TrainConfig
 from lowcomm.experiment.inner import inner_optimizer, set_learning_rate
 from lowcomm.experiment.run_folder import read_metrics
@@ -177,3 +178,14 @@ def test_what_muon_does_not_go_with_is_refused() -> None:
     for name, settings, why in refused:
         with pytest.raises(ConfigError, match=why):
             small_run(name, **settings)
+
+
+def test_muon_holds_as_many_moments_as_its_closed_form_says() -> None:
+    config = small_run("data_parallel", replicas=1, train=MUON)
+    model = Decoder(config.model).initialise(0)
+    optimizer = inner_optimizer(dict(model.named_parameters()), config.train)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    moments = [v for state in optimizer.state.values() for name, v in state.items() if name != "step"]
+    assert stage_memory(config, 0).optimizer == 4 * sum(v.numel() for v in moments)

@@ -45,13 +45,15 @@ from pipelines.ladder.fits import (
     told_over,
 )
 from pipelines.ladder.headline import read_pairs
+from pipelines.ladder.margins import judged_margins
 from pipelines.ladder.origin import Origin
-from pipelines.ladder.plan import LADDER, Ladder, Line, Plan, Point, Row, base_of, read_plan
+from pipelines.ladder.plan import LADDER, Ladder, Line, Plan, Point, Row, base_of, deciding, read_plan
 from pipelines.ladder.positions import PARTS, loss_by_position
 from pipelines.ladder.rows import known
 from pipelines.ladder.tune import best_trial, tune, walk_line, walk_row
 from pipelines.project import write_whole
 from pipelines.report import Comparison
+from pipelines.settings import set_values
 from tests.conftest import small_run
 from tests.harness import as_if_predicted, clean_environment, small_ladder
 
@@ -192,6 +194,14 @@ def test_a_line_that_means_nothing_for_a_row_is_refused(small: Ladder) -> None:
     """If it were not refused, all trials of the line would be one and the same run."""
     with pytest.raises(ConfigError, match="row plain: gain means nothing without outer steps that have a rate"):
         _ = small.trial(Row("plain", ("lr", "gain")), "a", {"gain": 2.0}).config
+
+
+def test_a_point_is_of_all_settings_that_decide_its_outcome() -> None:
+    settings = set_values(LADDER.results_at("0.33M", ["together/all"])[0].config)
+    found = deciding(settings)
+    assert {"model", "method", "train", "data", "replicas", "stages", "seed"} <= found.keys()
+    assert settings.keys() - found.keys() <= {"comm", "checkpoint"}
+    assert settings["train"].keys() - found["train"].keys() <= {"log_every", "compile"}
 
 
 def test_a_row_is_at_its_own_rungs(tmp_path: Path) -> None:
@@ -440,6 +450,10 @@ def test_what_has_been_found_and_still_stands_is_walked_again_only_where_it_is_n
     ladder.plan.rows["diloco/m4"] = dataclasses.replace(row, lines=("lr",))
     assert walked() == {"diloco/m4"}  # what it has is its parent's
     ladder.plan.rows["diloco/m4"] = row
+    write_whole(
+        ladder.tuned_file("a"), ladder.tuned_file("a").read_text().replace("tuning_loss: 0.0", "tuning_loss: 0.1")
+    )
+    assert walked() == {"plain", "diloco/m2"}  # whose trials have another loss
     code[0] = "another code"
     assert walked() == {"plain", "diloco/m2"}
 
@@ -995,10 +1009,11 @@ def test_every_variant_is_a_row() -> None:
 
 def test_the_ladders_tables_are_of_the_points_in_git() -> None:
     """Else: python -m pipelines.run_notebook notebooks/80_ladder.ipynb page -p scale laptop."""
-    rows = gap_rows(read_cells(LADDER))
-    shown = pd.read_csv(LADDER.results / "gaps.csv")
-    assert list(zip(shown.method, shown.parameters, strict=True)) == [(r["method"], r["parameters"]) for r in rows]
-    assert list(shown.gap_pct) == pytest.approx([r["gap_pct"] for r in rows], rel=1e-5)
+    cells = read_cells(LADDER)
+    rows = {"gaps": gap_rows(cells), "margins": [line.record() for line in judged_margins(LADDER.plan, cells)]}
+    for name, made in rows.items():
+        shown, made = pd.read_csv(LADDER.results / f"{name}.csv"), pd.DataFrame(made)
+        pd.testing.assert_frame_equal(shown[list(made)], made, check_dtype=False, rtol=1e-4)
     counted = collections.Counter((trial["rung"], trial["row"]) for trial in read_trials(LADDER))
     tuned = pd.read_csv(LADDER.results / "tuning.csv")
     assert dict(zip(zip(tuned.rung, tuned.method, strict=True), tuned.trials, strict=True)) == counted
