@@ -19,7 +19,7 @@ SIZES = (0, 1, 2, 7, 8, 255, 256, 257, 511, 1000, 256 * 256 + 3)
 
 
 def _values(numel: int, seed: int = 0) -> torch.Tensor:
-    """Of many magnitudes, zeros and both signs among them."""
+    """Return values of many magnitudes, with zeros and both signs among them."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(numel, generator=generator) * torch.exp(3 * torch.randn(numel, generator=generator))
     return x * (torch.rand(numel, generator=generator) > 0.05)

@@ -1001,7 +1001,7 @@ def test_what_was_tuned_has_its_trial_in_git() -> None:
 
 
 def test_every_variant_is_a_row() -> None:
-    """A probe of each is trained, which would be for nothing."""
+    """A probe is trained of each variant, which would be for nothing where no row has it."""
     runs = LADDER.params["runs"].items()
     variants = {f"{run}/{name}".rstrip("/") for run, entry in runs for name in entry.get("variants", [""])}
     assert variants == set(LADDER.plan.rows)

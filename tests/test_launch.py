@@ -54,7 +54,7 @@ def test_launch_returns_the_summary(corpus: Path, tmp_path: Path) -> None:
 
 
 def test_jobs_in_turn_are_those_of_single_launches(corpus: Path, tmp_path: Path) -> None:
-    """Of different runs; the same processes train both, and end with each as a launch of its own does."""
+    """The same processes train two different runs, and end with each as a launch of its own does."""
     jobs = [
         make_job(
             run,

@@ -420,7 +420,7 @@ def test_a_method_of_what_nothing_has_measured_is_not_advised() -> None:
 
 
 def test_gossip_with_a_momentum_costs_what_pairs_do_and_its_own() -> None:
-    """As it has been measured against pairs."""
+    """Its own cost has been measured against pairs, so that the cost of pairs is added to it."""
     known = Penalties(_table([*ROWS, ("gossip momentum", 8, 1, SIZE, 0.001, 0.01, "ours")]))
     pairs, gossip = (known.of(Method(30, pairs=True, gossip_momentum=g), 8, 1, SIZE) for g in (False, True))
     assert gossip.log_ratio - pairs.log_ratio == pytest.approx(0.001)
@@ -626,7 +626,7 @@ def test_the_committed_penalties_are_of_the_ladder_and_the_papers() -> None:
 
 
 def test_the_composed_run_is_the_method_whose_ingredients_are_summed() -> None:
-    """`Penalties.composed` says which that is; the run is the ladder's."""
+    """`Penalties.composed` sums the ingredients of one method, which must be that of the ladder's run of all four."""
     (gap,) = Penalties(_table([*ROWS, ("composed", 4, 8, SIZE, 0.2, 0.01, "ours")])).composed()
     method = Method(30, streaming=True, pairs=True, slices=2, ratio=8)
     assert gap.summed == pytest.approx(sum(p.log_ratio for p in PENALTIES.parts(method, 4, 2, SIZE).values()))
@@ -683,7 +683,7 @@ def test_blocks_are_computed_again_only_where_their_insides_do_not_fit() -> None
 
 
 def test_memory_does_not_depend_on_the_length_of_rounds() -> None:
-    """So what does not fit with the shortest rounds is not tried with longer ones."""
+    """The planner relies on it: what does not fit with the shortest rounds is not tried with longer ones."""
     for replicas, stages in ((2, 4), (4, 2), (8, 1)):
         tried = [*methods(replicas, stages), *withstanding(methods(replicas, stages), replicas)]
         held: dict[Method, set[int]] = {}

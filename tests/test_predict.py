@@ -282,7 +282,7 @@ def test_one_replica_waits_for_nobody() -> None:
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("mlp", ["relu", "gated"])
 def test_activations_are_about_what_autograd_saves(mlp: str, recompute: bool, stages: int) -> None:
-    """Of the last stage, all of whose micro-batches go forward before one comes back; but for the head."""
+    """The last stage is measured, all of whose micro-batches go forward before one comes back; its head is left out."""
     train = {"global_batch": 4, "accumulation": stages, "recompute": recompute, "steps": 12}
     shape = {"dim": 64, "heads": 4, "ffn_dim": 256, "layers": 6, "mlp": mlp, "qk_norm": False, "z_loss": 0.0}
     config = small_run("data_parallel", replicas=1, stages=stages, model=shape, train=train)
@@ -419,7 +419,7 @@ def test_of_two_overlaps_the_shorter_one_is_waited_for() -> None:
 
 
 def _computing(config: RunConfig, spans: list[list[Span]], wanted: float) -> tuple[list[tuple[float, float]], float]:
-    """What `predict` needs: seconds (forward, backward) of a micro-batch at each stage, and `stragglers`.
+    """Return what `predict` needs: seconds (forward, backward) of a micro-batch at each stage, and `stragglers`.
 
     A step's computing is the time between waits, divided into forward and backward as its FLOPs are. Ranks that share
     processors are uneven in a way that no rank sees by itself, so `stragglers` is the number (0 to 4) with which a
@@ -438,7 +438,7 @@ def _computing(config: RunConfig, spans: list[list[Span]], wanted: float) -> tup
 
 
 def _by_step(spans: list[Span]) -> list[float]:
-    """The seconds that a rank computes per step, between each step that sends something and the next that does."""
+    """Return the seconds per step that a rank computes, from each step that sends something to the next that does."""
     begun: dict[int, float] = {}
     waited: dict[int, float] = {}
     for s in spans:
@@ -450,7 +450,7 @@ def _by_step(spans: list[Span]) -> list[float]:
 
 @pytest.mark.parametrize("name", ["pairs", "gradients"])
 def test_a_live_run_is_predicted_as_its_replay(name: str, corpus: Path, tmp_path: Path) -> None:
-    """From its computing alone, where sending takes far longer than that and where both take as long."""
+    """Its computing alone tells it, where sending takes far longer than computing and where both take as long."""
     config = _run(name, steps=44, comm={"trace": True})
     train_in_threads(config, corpus, RunFolder(tmp_path / "run", tmp_path / "times"))
     traces = read_traces(tmp_path / "times")

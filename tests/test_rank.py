@@ -80,7 +80,7 @@ def test_energy_outside_the_subspace_is_that_of_the_fixed_embedding() -> None:
 
 
 def test_ranks_are_logged_through_training(corpus: Path, tmp_path: Path) -> None:
-    """Of weights and of their gradients, at each evaluation, by the stage that has them."""
+    """Each stage logs those of its own weights and of their gradients, at each evaluation."""
     config = small_run(
         "data_parallel", stages=2, replicas=1, train={"record_ranks": True, "eval_every": 6}, model={"layers": 4}
     )

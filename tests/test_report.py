@@ -94,7 +94,10 @@ def test_one_rise_is_less_than_another() -> None:
 
 
 def test_what_a_run_shows_by_itself_is_asked_of_every_seed() -> None:
-    """Of all seeds it is borne out, of none not, of some not resolved; of one seed, in all cells, nothing is judged."""
+    """It is borne out where all seeds show it, not where none does, and not resolved where some do.
+
+    Where all cells have one seed, nothing is judged.
+    """
 
     def outcome(c: Comparison, below: float, *keys: str) -> str:
         evidence = c.fact(lambda s: s["val_loss"] < below, *keys)

@@ -62,7 +62,7 @@ def _names(plan: Plan) -> list[list[str]]:
 @pytest.mark.parametrize("fragments", ["whole", "slices", "strided", "sequential"])
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_fragments_are_as_many_as_they_are_counted(fragments: str, size: int) -> None:
-    """Of a model, and of its first, middle and last stage."""
+    """They are counted of a whole model, and of its first, middle and last stage."""
     config = dataclasses.replace(small_run("diloco_m2").model, layers=5)
     for stages in (1, 3):
         for stage in range(stages):

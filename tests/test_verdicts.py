@@ -69,7 +69,7 @@ def test_pairs_are_of_one_seed() -> None:
 
 
 def test_a_planted_effect_is_borne_out_one_way_and_not_the_other() -> None:
-    """Of 2 %, behind luck that is twice as large: pairs see it, two separate means would not."""
+    """An effect of 2 % stands behind luck that is twice as large: pairs see it, two separate means would not."""
     assert outcome(lower(planted(-0.02))) == BORNE_OUT
     assert outcome(lower(planted(+0.02))) == NOT_BORNE_OUT
     assert outcome(lower(planted(-0.03), by=0.01)) == BORNE_OUT

@@ -331,7 +331,7 @@ class Plan:
 
     @property
     def is_plain(self) -> bool:
-        """Whether turns with all replicas are ordinary means of fp32 values, in two phases."""
+        """Tell whether turns with all replicas are ordinary means of fp32 values, in two phases."""
         everyone = self.peers.most(self.replicas) == self.replicas
         plain = self.codec.lossless and self.mean.is_ordinary
         return plain and self.method.trainable != "slice" and everyone

@@ -285,11 +285,10 @@ GAP_COLUMNS += ["means_gap_pct", "means_low_pct", "means_high_pct", "gap_without
 def gap_rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
     """Return the rows of gaps.csv, each a cell's means over its pairs, and its gap in % with a 95 % interval.
 
-    Their keys are `GAP_COLUMNS`.
-    Data-parallel training, to which gaps are taken, is left out. Rounds are NaN where no parameters are exchanged.
-    Beside the gap of pairs stands that of the means of all runs of both sides (`means_`). Tuning chose by the run of
-    seed 0 (on other text), so that the gap without that seed stands beside that of all; it is NaN where there is no
-    other seed.
+    Their keys are `GAP_COLUMNS`. Data-parallel training, to which gaps are taken, is left out. Rounds are NaN where no
+    parameters are exchanged. Beside the gap of pairs stands that of the means of all runs of both sides (`means_`).
+    Tuning chose by the run of seed 0 (on other text), so that the gap without that seed stands beside that of all; it
+    is NaN where there is no other seed.
     """
     found = []
     for cell in cells:
