@@ -13,7 +13,7 @@ repro: .venv/.done  ## reproduce every table and figure at the scale of params.y
 	dvc repro
 	python -m pipelines.index --times
 
-ladder: .venv/.done  ## the evidence: sizes x methods x seeds, tuned; about two days from nothing, resumable, done points are in git
+ladder: .venv/.done  ## the evidence: sizes x methods x seeds, tuned; about three days from nothing, resumable, done points are in git
 	dvc repro results/ladder/dvc.yaml
 
 gpu-pack: .venv/.done ## pack what `make gpu` wants beside the source, from what `make ladder` has prepared

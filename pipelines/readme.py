@@ -58,9 +58,10 @@ def ladder_headline() -> str:
             "",
             markdown(lost),
             "",
-            "Bytes are a closed form, of the first size at which a row has points, beside data-parallel training in"
-            " fp32, and beside a dense pipeline where there is none between stages. Loss is over that of data-parallel"
-            " training of the same seeds, batch and steps, at"
+            "Bytes are a closed form, at the first of these sizes at which a row has points: among replicas beside"
+            " data-parallel training in fp32, and between stages beside a pipeline that compresses nothing (no entry"
+            " where a row compresses nothing there either). Loss is over that of data-parallel training of the same"
+            " seeds, batch and steps, at"
             f" {gaps.tokens_per_parameter.median():.0f} tokens per parameter, with the 95 % interval of pairs; of fewer"
             f" than {HEADLINE.seeds} seeds there is the mean alone. Rates are tuned by one rule, at each size whose"
             f" column does not say otherwise. {_common_spread(gaps)}{_seeds_apart()}"
@@ -138,9 +139,11 @@ def _what_bands_are(gaps: pd.DataFrame) -> str:
     for row, some in lined.groupby("method", sort=False):
         of_sizes.setdefault(listed(some.rung), []).append(named(row))
     told = "; ".join(f"{listed(rows)} at {sizes}" for sizes, rows in of_sizes.items())
+    alone = [named(row) for row in drawn if row not in LADDER.plan.published]
+    ours = f" (for {listed(alone)}, of which there is none, to our largest)" if alone else ""
     return (
-        f" The figure's bands are lines through all sizes with two seeds or more ({told}), extrapolated to the sizes at"
-        f" which others have published theirs: a guess, not a result.{short}"
+        f" The figure's bands are lines through all sizes with two seeds or more ({told}), extrapolated to the sizes of"
+        f" the papers{ours}: a guess, not a result.{short}"
     )
 
 
@@ -160,8 +163,7 @@ def _whether_gaps_fall() -> str:
                 f"{'rises' if rises else 'falls'} for {listed([named(row) for row in there.row])}"
                 for rises, there in alike.groupby("is_above")
             ]
-            from_to = f"from {sizes[0]} to {sizes[-1]}{LADDER.plan.not_tuned(sizes[-1:])}"
-            parts.append(f"{from_to} the mean gap {', and '.join(means)}")
+            parts.append(f"from {sizes[0]} to {sizes[-1]} the mean gap {', and '.join(means)}")
         told.append(f"{outcome}: {'; '.join(parts)}")
     return f" That gaps fall with size is {'. It is '.join(told)}." if told else ""
 

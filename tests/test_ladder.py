@@ -1000,6 +1000,14 @@ def test_what_was_tuned_has_its_trial_in_git() -> None:
                 assert trials[row].get(tuple(sorted(entry["values"].items()))) == entry["tuning_loss"], (rung, row)
 
 
+def test_what_a_gpu_is_to_train_has_been_predicted() -> None:
+    """`make gpu` leaves out rows that are not."""
+    rungs = [rung for rung in LADDER.plan.rungs.values() if rung.gpu]
+    assert rungs
+    assert [LADDER.unregistered(rung.name) for rung in rungs] == [[]] * len(rungs)
+    assert all(set(rung.rows) <= set(LADDER.read_tuned(rung.tuned_at)) for rung in rungs)
+
+
 def test_every_variant_is_a_row() -> None:
     """A probe is trained of each variant, which would be for nothing where no row has it."""
     runs = LADDER.params["runs"].items()

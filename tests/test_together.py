@@ -63,9 +63,10 @@ CHOICES: dict[str, dict[str, dict[str, Any]]] = {
         "senders": {"mean": "senders"},
         "median": {"mean": "median"},
         "trimmed": {"mean": "trimmed", "mean_trim": 0.25},
-        "clipped": {"mean": "clipped", "byzantine": 1},
+        "clipped": {"mean": "clipped"},
         "radial": {"mean": "radial"},
     },
+    "liar": {"none": {}, "one": {"byzantine": 1}},
     "points": {
         "none": {},
         "rate": {"outer_lr_shape": ["0@0", "1@0.5", "0.5@1"]},
@@ -116,6 +117,8 @@ REFUSED = {
     ("basis=[!v]*", "outer=gasloc"): "means nothing with method.codec = fp32, which loses nothing",
     ("mean=[!o]*", "outer=average"): "of which parameters travel",
     ("mean=[!o]*", "outer=gasloc"): "of which parameters travel",
+    ("liar=one", "outer=average"): "of which parameters travel",
+    ("liar=one", "outer=gasloc"): "of which parameters travel",
     ("mean=[mc]*", "outer=noloco"): "needs method.peers = group",
     ("mean=trimmed", "outer=noloco"): "needs method.peers = group",
     ("peers=pairs", "mean=[mc]*"): "needs 3 members or more",
@@ -319,6 +322,7 @@ SHOWN: dict[str, dict[str, str]] = {
     "projecting pipeline": {"boundary": "projection"},
     "Muon": {"inner": "muon"},
     "unlike text": {"text": "unlike"},
+    "a replica that lies": {"liar": "one"},
 }
 #: Pairs of which the table says another thing, and why: it has 8 replicas, so that a slice has four owners; its NoLoCo
 #: has a pull that is its rate, so that parameters travel; its momentum rises to what NoLoCo's pull still allows; and
@@ -328,13 +332,14 @@ APART = {
     ("trimmed mean", "half of the MLPs"),
     ("clipped", "half of the MLPs"),
     ("NoLoCo", "half of them compress"),
+    ("NoLoCo", "a replica that lies"),
     ("NoLoCo", "outer momentum by points"),
     ("GASLoC", "half of the MLPs"),
 }
 
 
 def test_the_page_says_of_each_pair_what_is_refused_here() -> None:
-    beside = frontier.SOME_TRAINED  # of which this file has no choice
+    beside = {frontier.ELASTIC}  # of which this file has no choice
     assert set(SHOWN) == set(frontier.CHOICES) - beside
     seen, untrained = set(), set()
     for pair in frontier.composes(LADDER, "smoke"):

@@ -442,6 +442,13 @@ SINCE = {
 }
 
 
+#: What of the field has no row of a plan, and why.
+NOT_TRIED = """\
+Not tried: one replica with an outer optimizer, which sends no less than one without; radial means, balanced fragments
+and outer rates that fall, which were measured at the smallest size alone; pipelines of which only some replicas
+compress; and, without --untrusted, means that a few replicas cannot push far."""
+
+
 def moves_front(table: pd.DataFrame) -> list[str]:
     """Return a line for each ingredient that is newer than the four papers: what the best row would be without it.
 
@@ -669,18 +676,20 @@ def arguments() -> argparse.ArgumentParser:
     """Return the parser of the arguments of `lowcomm plan`."""
     ask = argparse.ArgumentParser(prog="lowcomm plan", description=__doc__.splitlines()[0])
     number = functools.partial(ask.add_argument, type=float)
-    ask.add_argument("--nodes", type=int, required=True)
+    ask.add_argument("--nodes", type=int, required=True, help="machines")
     number("--memory-gb", required=True, help="of one machine")
     number("--mbit-per-s", required=True, help="between any two machines, or boxes")
     ask.add_argument("--per-box", type=int, default=1, help="machines that stand in a box (GPUs of a server)")
     number("--inside-mbit-per-s", default=0.0, help="between two machines of a box")
-    number("--latency-ms", default=0.0)
+    number("--latency-ms", default=0.0, help="of a message between any two machines, or boxes (default: %(default)s)")
     number("--jitter", default=0.0, help="of the latency, standard deviation over mean")
     number("--stragglers", default=0.0, help="of a step's computing, standard deviation over mean")
     number("--tflops", default=60.0, help="that a machine sustains (default: %(default)s)")
     ask.add_argument("--slow", type=int, default=0, help="so many of the machines are slower ...")
     number("--slow-speed", default=0.5, help="... at this share of the others' speed (default: %(default)s)")
-    ask.add_argument("--untrusted", action="store_true", help="a replica may send nonsense: no mean that it can decide")
+    ask.add_argument(
+        "--untrusted", action="store_true", help="replicas may send nonsense: use means that one cannot decide"
+    )
     number("--price", default=0.0, help="of a machine's hour")
     ask.add_argument(
         "--model",
@@ -753,6 +762,7 @@ def main(words: Sequence[str] | None = None) -> int:
     print(_overlapped(table, overlapped_days(cluster, job)))
     print("\nNewer than the four papers, by days at the high end:")
     print("\n".join(f"- {line}" for line in moves_front(table)))
+    print(NOT_TRIED)
     if cluster.slow:
         print(UNEQUAL)
     least, most = TOKENS_MEASURED

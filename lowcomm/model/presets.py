@@ -36,8 +36,9 @@ PRESETS: dict[str, ModelConfig] = {
     "noloco/large": _noloco(4096, 32, 32),
     # Partial Parameter Updates, GPT-3 XL shape; 16 heads, vocabulary and length are inferred.
     "partial_updates/1.3b": ModelConfig(2048, 24, 16, 8192, 32_000, 1024, mlp="relu"),
-    # Protocol Models: 2B and its 16-layer variant (the text's 24 heads do not divide 4096: 32),
-    # and Llama 3 8B. Feed-forward width and vocabulary of the first two are inferred.
+    # Protocol Models: 2B and its 16-layer variant (24 heads, as the base model is said to have, do not divide 4096, and
+    # 16 are named where time and memory are measured: here 32 of 128 dimensions, as Llama 3 has), and Llama 3 8B.
+    # Feed-forward width and vocabulary of the first two are inferred.
     "protocol_models/2b": ModelConfig(4096, 8, 32, 14_336, 32_000, 1024),
     "protocol_models/3.5b": ModelConfig(4096, 16, 32, 14_336, 32_000, 1024),
     "protocol_models/8b": ModelConfig(4096, 32, 32, 14_336, 128_256, 4096, kv_heads=8, rope_theta=500_000.0),

@@ -322,11 +322,12 @@ def gap_rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
 
 
 def read_trials(ladder: Ladder) -> list[dict[str, Any]]:
-    """Return all trials that are done: their "rung", "row", "val_loss" (None where they diverged) and lines' values."""
+    """Return all trials that are done: "rung", "row", "val_loss" (None if it diverged), "device" and lines' values."""
     found = []
     for file in sorted((ladder.results / "tuning").rglob("*.json")):
         outcome = json.loads(file.read_text())
-        found.append({key: outcome[key] for key in ("rung", "row", "val_loss")} | outcome["values"])
+        told = {key: outcome[key] for key in ("rung", "row", "val_loss")} | {"device": outcome["environment"]["device"]}
+        found.append(told | outcome["values"])
     return found
 
 

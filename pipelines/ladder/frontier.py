@@ -257,6 +257,7 @@ def tuning_of(ladder: Ladder, rung: str) -> dict[str, dict[str, Any]]:
 
 #: The choices of `composes`, each with the settings of a run, by section, that it has; "elastic": replicas leave and
 #: come back.
+ELASTIC = "elastic replicas"
 CHOICES: dict[str, dict[str, Any]] = {
     "sparse, 2 bits, feedback": {
         "method": {"codec": "chunk_topk_2bit", "codec_keep": 1 / 64, "error_feedback": 0.95},
@@ -282,11 +283,10 @@ CHOICES: dict[str, dict[str, Any]] = {
     "Muon": {"train": {"optimizer": "muon", "muon_lr": 0.02}},
     "unlike text": {"train": {"alike": 0.0}},
     "a replica that lies": {"method": {"byzantine": 1}},
-    "elastic replicas": {"elastic": True},
+    ELASTIC: {"elastic": True},
 }
 
-#: Choices of which tests train some pairs alone, and pairs that go together and that no test trains.
-SOME_TRAINED = frozenset({"a replica that lies", "elastic replicas"})
+#: Pairs that go together and that no test trains; of those with `ELASTIC` tests train some.
 UNTRAINED = frozenset(
     {
         ("NoLoCo", "outer momentum by points"),
