@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowcomm import LocalUpdates, SparseLoCo, run_threads
+from lowcomm import DiLoCo, LocalUpdates, SparseLoCo, run_threads
 from lowcomm.choices import options
 from lowcomm.codecs import Codec, make_codec
 from lowcomm.codecs.sparse import ChunkTopK
@@ -129,6 +129,30 @@ def test_the_named_method_takes_the_steps_of_the_public_code() -> None:
         size = wanted.abs().max()
         assert torch.allclose(found[0][name], wanted, rtol=0, atol=1e-6 * size)
         assert not torch.allclose(fewer[0][name], wanted, rtol=0, atol=1e-3 * size)
+
+
+def test_diloco_in_two_bits_takes_the_outer_steps_of_mulocos_public_code() -> None:
+    """Held to facebookresearch/MuLoCo (`tests/golden/public_code.py`), which quantises a mean a second time if told."""
+    told = {"outer_lr": public_code.MULOCO["lr"], "outer_momentum": public_code.MULOCO["momentum"], "codec": "levels"}
+
+    def work(world: World, decay: float) -> dict[str, Tensor]:
+        return public_code.moved(
+            lambda named: DiLoCo(
+                named, world, steps=public_code.STEPS, sync_every_steps=1, error_feedback=decay, **told
+            ),
+            1.0,
+            world.replica,
+        )
+
+    found = run_threads(lambda world: work(world, public_code.MULOCO["error_decay"]), replicas=public_code.RANKS)
+    other = run_threads(lambda world: work(world, 0.95), replicas=public_code.RANKS)
+    expected = public_code.expected("muloco")
+    assert list(expected) == list(public_code.SHAPES)
+    for name, wanted in expected.items():
+        assert all(torch.equal(x[name], found[0][name]) for x in found)
+        size = wanted.abs().max()
+        assert torch.allclose(found[0][name], wanted, rtol=0, atol=1e-6 * size)
+        assert not torch.allclose(other[0][name], wanted, rtol=0, atol=1e-2 * size)
 
 
 def test_a_message_of_sparse_loco_is_146_times_shorter_than_fp32() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from lowcomm.choices import choose
@@ -23,6 +24,7 @@ from lowcomm.model.config import ModelConfig
 from lowcomm.model.decoder import Decoder
 from lowcomm.settings import ConfigError
 from tests.conftest import small_run
+from tests.golden import public_code
 
 MODEL = ModelConfig(dim=24, layers=2, heads=2, ffn_dim=64, vocab_size=50, seq_len=16)
 TRAIN = TrainConfig(
@@ -84,6 +86,41 @@ def test_it_is_muon_of_the_matrices_inside_blocks_and_adamw_of_the_rest(
                 assert (p - q).norm() < 0.004 * q.norm()
             else:
                 assert torch.allclose(p, q, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("exactly", [False, True], ids=["torch's direction", "exact direction"])
+def test_its_steps_are_those_of_mulocos_public_code(exactly: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Held to facebookresearch/MuLoCo (`tests/golden/public_code.py`): momentum, decay and the rate of each shape.
+
+    Its orthogonal matrices are nearly exact, but for the smallest singular values of the square one. With exact ones
+    ours are its steps; with torch's they point where those do, and are a little shorter.
+    """
+
+    def nearest(matrix: Tensor, *told: object) -> Tensor:
+        u, _, v = torch.linalg.svd(matrix, full_matrices=False)
+        return u @ v
+
+    if exactly:
+        monkeypatch.setattr(muon, "_bf16_is_slow", lambda p: True)
+        monkeypatch.setattr(muon, "orthogonal", nearest)
+    told = {"muon_lr": public_code.MUON["lr"], "muon_momentum": public_code.MUON["momentum"]}
+    t = dataclasses.replace(TRAIN, **told, weight_decay=public_code.MUON["weight_decay"])
+    named = {name: torch.zeros(public_code.SHAPES[name][0], requires_grad=True) for name in public_code.MATRICES}
+    optimizer = inner_optimizer({f"blocks.0.{name}": x for name, x in named.items()}, t)
+    for step in range(public_code.STEPS):
+        gradients = public_code.drawn(0, step)
+        for name, x in named.items():
+            x.grad = gradients[name]
+        optimizer.step()
+    expected = public_code.expected("muon")
+    assert list(expected) == list(named)
+    for name, wanted in expected.items():
+        x, size = named[name].detach(), wanted.norm()
+        if exactly:
+            assert (x - wanted).norm() < {"wide": 0.02, "square": 0.05}[name] * size
+        else:
+            assert (x * wanted).sum() > 0.99 * x.norm() * size
+            assert 0.8 * size < x.norm() < size
 
 
 @pytest.mark.parametrize("shape", [(24, 24), (64, 24), (24, 64)])

@@ -4,7 +4,8 @@ Muon moves a matrix by its momentum's nearest orthogonal one (Jordan et al., 202
 Inside DiLoCo it is MuLoCo (Thérien et al., 2025, arXiv:2505.23725), whose public code has no Nesterov momentum there
 and scales the rate of a matrix [out, in] by sqrt(out / in), as is done here. With one replica that is their MuLoCo-1.
 Their code (facebookresearch/MuLoCo at 15ee278) comes nearer to the orthogonal matrix, as each of its five steps has
-coefficients of its own: singular values end within 2 % of 1, where torch's leaves them between 0.7 and 1.2.
+coefficients of its own: all but the smallest singular values end within 2 % of 1, where torch's leaves them between 0.7
+and 1.2.
 
 torch multiplies in bf16. A processor with AVX2 and no more has no instruction for that, and takes 15 to 20 times as
 long as in fp32: there, products of matrices that are rounded to bf16 are computed in fp32 and rounded, which is what
