@@ -59,8 +59,8 @@ def ladder_headline() -> str:
             markdown(lost),
             "",
             "Bytes are a closed form, at the first of these sizes at which a row has points: among replicas beside"
-            " data-parallel training in fp32, and between stages beside a pipeline that compresses nothing (no entry"
-            " where a row compresses nothing there either). Loss is over that of data-parallel training of the same"
+            " data-parallel training in fp32, and between stages beside a pipeline that compresses nothing (empty"
+            " where nothing is compressed there). Loss is over that of data-parallel training of the same"
             " seeds, batch and steps, at"
             f" {gaps.tokens_per_parameter.median():.0f} tokens per parameter, with the 95 % interval of pairs; of fewer"
             f" than {HEADLINE.seeds} seeds there is the mean alone. Rates are tuned by one rule, at each size whose"
@@ -140,7 +140,7 @@ def _what_bands_are(gaps: pd.DataFrame) -> str:
         of_sizes.setdefault(listed(some.rung), []).append(named(row))
     told = "; ".join(f"{listed(rows)} at {sizes}" for sizes, rows in of_sizes.items())
     alone = [named(row) for row in drawn if row not in LADDER.plan.published]
-    ours = f" (for {listed(alone)}, of which there is none, to our largest)" if alone else ""
+    ours = f" (for {listed(alone)}, which no paper has, to our largest)" if alone else ""
     return (
         f" The figure's bands are lines through all sizes with two seeds or more ({told}), extrapolated to the sizes of"
         f" the papers{ours}: a guess, not a result.{short}"

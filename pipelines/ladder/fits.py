@@ -497,11 +497,12 @@ def several(cells: Sequence[Cell]) -> list[Cell]:
     return [cell for cell in some if len(sizes[cell.row]) > 1]
 
 
-def regimes(cells: Sequence[Cell]) -> list[str]:
+def regimes(cells: Sequence[Cell], rows: Collection[str] | None = None) -> list[str]:
     """Return a note for a table for each rung, which says what its runs were.
 
-    Its outer rounds are those of the rows that exchange parameters.
+    Its outer rounds are those of the rows that exchange parameters. rows: those of the table, by default all.
     """
+    cells = [cell for cell in cells if rows is None or cell.row in rows]
     found = []
     for rung in dict.fromkeys(cell.rung for cell in cells):
         here = [cell for cell in cells if cell.rung == rung]
