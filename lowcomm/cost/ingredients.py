@@ -89,6 +89,11 @@ class Method:
         return ", ".join(parts)
 
     @property
+    def whatever_rounds(self) -> Method:
+        """The method that stands for all that differ from this one in H alone, and hold as much memory as it does."""
+        return replace(self, sync_every_steps=min(1, self.sync_every_steps))
+
+    @property
     def _between_stages(self) -> str:
         return "projection" if self.projection else "subspace"
 
