@@ -192,9 +192,8 @@ def test_how_deep_a_row_was_tuned_is_the_plan_s_and_that_of_its_trials(ladder: L
     folder = ladder.results / "tuning" / "a" / "diloco" / "m2"
     folder.mkdir(parents=True)
     for lr in range(4):
-        told = {"rung": "a", "row": "diloco/m2", "val_loss": 4.0, "values": {"lr": lr}} | {
-            "environment": {"device": "cpu"}
-        }
+        told = {"rung": "a", "row": "diloco/m2", "val_loss": 4.0, "values": {"lr": lr}}
+        told["environment"] = {"device": "cpu"}
         (folder / f"lr={lr}.json").write_text(json.dumps(told))
     told = tuning_of(ladder, "a")
     assert told["diloco/m2"] == {"lines": "lr, gain", "trials": 4}

@@ -280,14 +280,13 @@ def plan(cluster: Cluster, job: Job, penalties: Penalties) -> pd.DataFrame:
         tried = methods(replicas, stages)
         recomputed, too_large = set(), set()  # each a `Method.whatever_rounds`
         for method in withstanding(tried, replicas) if cluster.untrusted else tried:
-            if method.whatever_rounds in too_large or not penalties.knows(method, stages):
+            whatever_rounds = method.whatever_rounds
+            if whatever_rounds in too_large or not penalties.knows(method, stages):
                 continue
             try:
-                config = run_of(
-                    method, job, replicas, stages, recompute=method.whatever_rounds in recomputed, width=width
-                )
-                if (gb := _held_gb(config, width)) > cluster.memory_gb and method.whatever_rounds not in recomputed:
-                    recomputed.add(method.whatever_rounds)
+                config = run_of(method, job, replicas, stages, recompute=whatever_rounds in recomputed, width=width)
+                if (gb := _held_gb(config, width)) > cluster.memory_gb and whatever_rounds not in recomputed:
+                    recomputed.add(whatever_rounds)
                     config = run_of(method, job, replicas, stages, recompute=True, width=width)
                     gb = _held_gb(config, width)
                 penalty = penalties.of(method, replicas, stages, numel)
@@ -299,7 +298,7 @@ def plan(cluster: Cluster, job: Job, penalties: Penalties) -> pd.DataFrame:
             if gb <= cluster.memory_gb:
                 rows.append(_row(cluster, method, config, gb, quorum, width, penalty, back))
                 continue
-            too_large.add(method.whatever_rounds)
+            too_large.add(whatever_rounds)
             if least is None or gb < least[0]:
                 least = gb, (cluster, method, config, gb, quorum, width, penalty, back)
     if least is None and not rows:

@@ -255,9 +255,9 @@ def tuning_of(ladder: Ladder, rung: str) -> dict[str, dict[str, Any]]:
     return {name: {"lines": ", ".join(ladder.plan.rows[name].lines), "trials": trials[name]} for name in there.rows}
 
 
+ELASTIC = "elastic replicas"
 #: The choices of `composes`, each with the settings of a run, by section, that it has; "elastic": replicas leave and
 #: come back.
-ELASTIC = "elastic replicas"
 CHOICES: dict[str, dict[str, Any]] = {
     "sparse, 2 bits, feedback": {
         "method": {"codec": "chunk_topk_2bit", "codec_keep": 1 / 64, "error_feedback": 0.95},
