@@ -249,6 +249,8 @@ MENDED = [
     ("protocol_models/ranks/figure1", "the stable rank of projection matrices sharply declines", "where they began"),
     ("protocol_models/throughput/throughput_assumptions", "the subspace makes", "apart"),
     ("protocol_models/throughput/figure6", "with compression the run across regions", "apart"),
+    ("frontier/front/table2_orders", "Pier (arXiv:2511.17849): an outer momentum that falls", "apart"),
+    ("frontier/front/table2_orders", "Decoupled DiLoCo (arXiv:2604.21428): radial means", "apart"),
 ]
 
 
