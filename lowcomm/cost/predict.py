@@ -162,8 +162,27 @@ def turns(config: RunConfig, stage: int) -> list[dict[str, Turn]]:
 
 @functools.lru_cache(maxsize=256)
 def _turns(plan: Plan) -> list[dict[str, Turn]]:
+    settings = tuple(value for key, value in vars(plan.method).items() if key != "sync_every_steps")
+    sections = tuple(tuple(fragment.alike.items()) for fragment in plan.fragments)
+    return _turns_of(_WhateverRounds(settings, sections, plan.replicas, plan.seed, plan))
+
+
+@dataclass(frozen=True)
+class _WhateverRounds:
+    """A plan that equals those with longer or shorter rounds, as what is sent at a turn does not depend on these."""
+
+    settings: tuple[Any, ...]
+    sections: tuple[tuple[Any, ...], ...]  # of each fragment
+    replicas: int
+    seed: int
+    plan: Plan = dataclasses.field(compare=False)
+
+
+@functools.lru_cache(maxsize=256)
+def _turns_of(asked: _WhateverRounds) -> list[dict[str, Turn]]:
+    plan = asked.plan
     found: dict[Any, dict[str, Turn]] = {}  # where all always meet, once for fragments of the same sections
-    keys = [tuple(f.alike.items()) if plan.peers.one_model else index for index, f in enumerate(plan.fragments)]
+    keys = [sections if plan.peers.one_model else index for index, sections in enumerate(asked.sections)]
     for index, key in enumerate(keys):
         if key not in found:
             sent = [plan.sent_bytes(index, 1, replica) for replica in range(plan.replicas)]
