@@ -278,21 +278,20 @@ def plan(cluster: Cluster, job: Job, penalties: Penalties) -> pd.DataFrame:
         )
     for width, replicas, stages in grids(cluster, job.model.layers):
         tried = methods(replicas, stages)
-        recomputed, too_large, held = set(), set(), {}  # by `Method.whatever_rounds`; memory in `held`
+        too_large: set[Method] = set()  # each a `Method.whatever_rounds`, as in
+        held: dict[Method, tuple[bool, float]] = {}  # whether activations are recomputed, and the memory in GB
         for method in withstanding(tried, replicas) if cluster.untrusted else tried:
             whatever_rounds = method.whatever_rounds
             if whatever_rounds in too_large or not penalties.knows(method, stages):
                 continue
             try:
-                config = run_of(method, job, replicas, stages, recompute=whatever_rounds in recomputed, width=width)
+                recompute, gb = held.get(whatever_rounds, (False, math.nan))
+                config = run_of(method, job, replicas, stages, recompute=recompute, width=width)
                 if whatever_rounds not in held:
-                    gb = _held_gb(config, width)
-                    if gb > cluster.memory_gb and whatever_rounds not in recomputed:
-                        recomputed.add(whatever_rounds)
+                    if (gb := _held_gb(config, width)) > cluster.memory_gb:
                         config = run_of(method, job, replicas, stages, recompute=True, width=width)
                         gb = _held_gb(config, width)
-                    held[whatever_rounds] = gb
-                gb = held[whatever_rounds]
+                    held[whatever_rounds] = config.train.recompute, gb
                 penalty = penalties.of(method, replicas, stages, numel)
                 quorum = least_quorum(config.plan(0)) if is_elastic(cluster, method, stages) else 0
             except ConfigError as error:
